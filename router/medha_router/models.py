@@ -12,6 +12,7 @@ the request has no token yet, it may change to another version (see `retokenize`
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import pathlib
 import sys
@@ -331,10 +332,19 @@ class ModelRegistry(Mapping[str, ServedModel]):
     @property
     def names(self) -> tuple[str, ...]:
         """Every name that clients may use once, sorted: of models, and `model:adapter`."""
-        adapted = {
-            f"{name}:{adapter}" for name, model in self.items() for adapter in model.adapters
-        }
-        return tuple(sorted(adapted.union(self)))
+        return tuple(sorted(self._all_names()))
+
+    def first_names(self, count: int) -> tuple[list[str], int]:
+        """Return the first of these names, and the number of all."""
+        names = self._all_names()
+        return heapq.nsmallest(count, names), len(names)
+
+    def _all_names(self) -> set[str]:
+        names = set(self._models)
+        for name, model in self._models.items():
+            if model.versions or model.config.adapters:
+                names.update(f"{name}:{adapter}" for adapter in model.adapters)
+        return names
 
     def learn(self, hello: Hello, others: bool) -> None:
         """Learn the model of a new replica; `others` is True if it has more replicas.

@@ -114,19 +114,24 @@ class Service:
         named = self.models.named(name)
         if named is None and not name:
             raise RequestError(
-                f"model is missing: this server has {_listed(self.models.names)}; name one",
+                f"model is missing: this server has {self._served()}; name one",
                 code="invalid_value",
                 param="model",
             )
         if named is None:
             raise RequestError(
-                f"The model `{name[:80]}` does not exist; this server has "
-                f"{_listed(self.models.names)}",
+                f"The model `{name[:80]}` does not exist; this server has {self._served()}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
         return named
+
+    def _served(self) -> str:
+        """Return the served names for a message, the first ones if there are many."""
+        names, count = self.models.first_names(MAX_LISTED)
+        shown = ", ".join(names) or "none yet"
+        return f"{shown} and {count - len(names)} more" if count > len(names) else shown
 
     async def detokenize(self, name: str, raw: bytes, client: Client) -> memoryview:
         """Return the answer of `/detokenize` for JSON token ids; raises RequestError or Refusal."""
@@ -552,13 +557,6 @@ def _scorable(prompt: Prompt) -> Prompt:
             param="prompt",
         )
     return msgspec.structs.replace(prompt, hashes=b"")
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names for a message, the first ones if there are many."""
-    more = len(names) - MAX_LISTED
-    shown = ", ".join(names[:MAX_LISTED]) or "none yet"
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _tool_calls(params: GenerationParams, version: ModelVersion, adapter: str) -> Format | None:

@@ -149,3 +149,18 @@ def test_a_router_without_any_model_does_not_start(tokens: TokenizerPool) -> Non
 
     with pytest.raises(SpecError, match="models is empty: must name a model where"):
         asyncio.run(start())
+
+
+def test_the_first_names_are_those_of_the_whole_list() -> None:
+    adapters: dict[str, tuple[str, ...]] = {"b": (), "a": ("z", "c"), "a-b": ("y",), "a:c": ()}
+    models = ModelRegistry(
+        [
+            RouterModel(name=name, max_context_tokens=9, adapters=held)
+            for name, held in adapters.items()
+        ],
+        forget_s=1.0,
+    )
+    names = models.names
+    assert names == ("a", "a-b", "a-b:y", "a:c", "a:z", "b")
+    assert models.first_names(3) == (["a", "a-b", "a-b:y"], 6)
+    assert models.first_names(20) == (list(names), 6)
