@@ -44,6 +44,26 @@ def test_windows_that_slide_need_the_pages_of_the_last_one() -> None:
         assert index.match_sliding(prompt, kept) == {"a": 9, "b": 8}
 
 
+@given(
+    held=st.lists(st.lists(st.booleans(), min_size=20, max_size=20), min_size=1, max_size=5),
+    pages=st.integers(0, 20),
+    window_tokens=st.integers(1, 90),
+)
+def test_sliding_windows_of_all_replicas_match_as_those_of_each(
+    held: list[list[bool]], pages: int, window_tokens: int
+) -> None:
+    index, prompt, kept = PrefixIndex(), names(20), KeptPages(window_tokens, 4)
+    for number, holds in enumerate(held):
+        stored = b"".join(name for name, is_held in zip(prompt, holds, strict=True) if is_held)
+        index.apply(f"r{number}", KvEvents(1, stored=stored, snapshot=True))
+    expected = {
+        f"r{number}": hit
+        for number, holds in enumerate(held)
+        if (hit := kept.longest_hit(pages, holds.__getitem__))
+    }
+    assert index.match_sliding(prompt[:pages], kept) == expected
+
+
 def test_a_gap_drops_the_replica_until_its_snapshot() -> None:
     index, prompt = PrefixIndex(), names(4)
     assert index.apply("a", KvEvents(7, stored=b"".join(prompt[:2]), snapshot=True))

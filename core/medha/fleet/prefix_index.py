@@ -11,8 +11,8 @@ drops what its windows have left behind, those of the last window are enough.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
@@ -261,17 +261,30 @@ class PrefixIndex:
         """Number of leading pages by replica, if a prompt can go on after them without those that
         `kept` drops."""
         pages_by_replica: dict[str, int] = {}
-        for replica in self._bits:
-            pages = kept.longest_hit(len(names), functools.partial(self._holds, replica, names))
-            if pages:
-                pages_by_replica[replica] = pages
+        # `kept.longest_hit` of all replicas together. By length that they may have: their bits, and
+        # the page from which they hold all.
+        left, longest = {len(names): (self._live, len(names))}, [-len(names)]
+        while longest:
+            end = -heapq.heappop(longest)
+            bits, known = left.pop(end)
+            first = kept.first_page(end * kept.page_tokens)
+            for page in range(first, known):
+                held = self._held(names[page]) & bits
+                if held == bits:
+                    continue
+                others, other_known = left.get(page, (0, first))
+                if not others:
+                    heapq.heappush(longest, -page)
+                left[page] = others | bits & ~held, max(first, other_known)
+                bits = held
+                if not bits:
+                    break
+            if bits and end:
+                self._note(pages_by_replica, bits, end)
         for pages in set(pages_by_replica.values()):
             for name in reversed(names[kept.first_page(pages * kept.page_tokens) : pages]):
                 self._use(name)
         return pages_by_replica
-
-    def _holds(self, replica: str, names: Sequence[bytes], page: int) -> bool:
-        return bool(self._held(names[page]) & self._bits[replica])
 
     def _held(self, name: bytes) -> int:
         return self._shards[name[0] & self._mask].get(name, 0)
