@@ -158,10 +158,10 @@ class ReplicaClient:
 
     # --- heads ------------------------------------------------------------------------------------
 
-    def publish(self) -> bool:
+    def publish(self, *, places: bool = True) -> bool:
         """Place waiting requests for a turn, and send each replica its heads if they changed.
 
-        Returns True if requests wait.
+        Without `places`, no model begins with its requests again. Returns True if requests wait.
         """
         now = self._clock()
         for peer in self._reported:
@@ -173,7 +173,7 @@ class ReplicaClient:
             for generation in model.dispatcher.relegate_late(now):
                 generation.request = msgspec.structs.replace(generation.request, promised=False)
                 self._metrics.relegated(generation)
-            if len(model.dispatcher):
+            if places and len(model.dispatcher):
                 self._placing.setdefault(model.name)
         self.place()
         for model in self._models.values():

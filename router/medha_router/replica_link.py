@@ -3,7 +3,8 @@
 Controllers dial the router. `ReplicaLink` is ZeroMQ in production (ROUTER, with CURVE and an
 allow-list if keys are configured) and a pair of queues in tests. The loop passes every message to
 the client, ticks it, and publishes heads after a change: at once, or if the last publication left
-requests waiting, after a pause in proportion to the time that it took.
+requests waiting, after a pause in proportion to the time that it took. So does the placing of
+requests that takes several turns.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class LinkLoop:
         self._ticking: asyncio.Task[None] | None = None
         self._due: asyncio.Handle | None = None
         self._placing: asyncio.Handle | None = None
-        self._not_before_s = 0.0
+        self._not_before_s = self._places_s = 0.0
+        self._placed_s = 0.0  # time of the turns since a publication left some to place
 
     def start(self) -> None:
         self._ticking = self._loop.create_task(self._tick(), name="tick")
@@ -97,7 +99,8 @@ class LinkLoop:
     def _publish(self) -> None:
         self._due = None
         began_s = self._clock()
-        waiting = self._guarded(self._client.publish)
+        places = began_s >= self._places_s
+        waiting = self._guarded(lambda: self._client.publish(places=places))
         ended_s = self._clock()
         pause_s = max(MIN_PAUSE_S, (ended_s - began_s) / BUSY_SHARE)
         self._not_before_s = ended_s + pause_s if waiting is not False else ended_s
@@ -106,8 +109,14 @@ class LinkLoop:
 
     def _place(self) -> None:
         """Place what a publication left, in turns of the loop, and publish it."""
+        began_s = self._clock()
         more = self._guarded(self._client.place)
+        ended_s = self._clock()
+        self._placed_s += ended_s - began_s
         self._placing = self._loop.call_soon(self._place) if more else None
+        if not more:  # requests that fit nowhere would be tried without end
+            self._places_s = ended_s + self._placed_s / BUSY_SHARE
+            self._placed_s = 0.0
         self.changed()
 
     def _receive(self, peer: bytes, message: ReplicaMessage) -> None:

@@ -46,7 +46,7 @@ class Lost(msgspec.Struct, frozen=True):
 class Fleet:
     """Two models with a replica each, on a clock that goes on by a third of a turn when read."""
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, prompt_tokens: int = 9) -> None:
         ticks = itertools.count()
         self.clock: Callable[[], float] = lambda: next(ticks) * TURN_S / 3.0
         self.heads: dict[str, int] = {}
@@ -65,7 +65,7 @@ class Fleet:
             greeted: Any = table.greet(name.encode(), own, 0.0)
             self.client.receive(name.encode(), LoadReport(LOAD))
             for number in range(WAITING):
-                request = Request(id=f"{name}-{number}", arrival_s=0.0, prompt_tokens=9)
+                request = Request(id=f"{name}-{number}", arrival_s=0.0, prompt_tokens=prompt_tokens)
                 lost: Any = Lost(request, greeted.version)
                 self.models[name].dispatcher.resume(lost, 0.0)
 
@@ -111,6 +111,35 @@ def test_the_loop_serves_others_between_two_turns(fleet: Fleet) -> None:
         return served
 
     assert asyncio.run(run()) > 8
+
+
+def test_requests_that_fit_nowhere_take_a_share_of_the_time(make_hello: Any) -> None:
+    fleet = Fleet(make_hello(), prompt_tokens=99_999)
+    place, clock, placing_s = fleet.client.place, fleet.clock, 0.0
+
+    def timed() -> bool:
+        nonlocal placing_s
+        began_s = clock()
+        more = place()
+        placing_s += clock() - began_s
+        return more
+
+    async def run() -> float:
+        fleet.client.place = timed  # type: ignore[method-assign]
+        link: Any = Link()
+        loop = LinkLoop(link, fleet.client, clock, lambda: None)
+        loop.start()
+        began_s = clock()
+        for _ in range(1000):
+            clock()
+            loop.changed()
+            await asyncio.sleep(TURN_S / 9.0)
+        await loop.stop()
+        return clock() - began_s
+
+    elapsed_s = asyncio.run(run())
+    assert 0.0 < placing_s < 0.4 * elapsed_s
+    assert not any(fleet.placed.values())
 
 
 class Link:
