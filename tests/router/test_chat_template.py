@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -127,6 +128,45 @@ def test_a_message_is_not_split_where_roles_must_alternate() -> None:
     )
     messages = [CALLED[0], CALLED[1] | {"content": "I look."}]
     assert render(template, messages) == "<user>weather?<assistant>get_weather"
+
+
+# As Mistral's: calls leave no room for a content, and other roles alternate.
+ALTERNATING = """{%- set ns = namespace(index=0) -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}
+{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('order') }}{% endif -%}
+{%- set ns.index = ns.index + 1 -%}{%- endif -%}
+{%- for id in [m.tool_call_id] + m.tool_calls | default([]) | map(attribute='id') | list -%}
+{%- if id and id | length != 9 %}{{ raise_exception('length 9') }}{% endif -%}
+{%- endfor -%}
+<{{ m.role }}>{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name, c.function.arguments }}
+{%- else %}{{ m.tool_call_id }} {{ m.content }}{% endfor -%}
+{%- endfor %}"""
+
+
+def test_a_message_stays_whole_where_its_parts_would_end_the_conversation() -> None:
+    messages = [CALLED[0], CALLED[1] | {"content": "I look."}, CALLED[2]]
+    messages += [{"role": "assistant", "content": "Rain."}, USER]
+    shown = render(ALTERNATING, messages)
+    assert "get_weather" in shown and "rain<assistant> Rain.<user> hi" in shown
+
+
+def test_ids_that_a_template_refuses_are_replaced_alike_in_call_and_result() -> None:
+    text = json.dumps(CALLED).replace("abc123def", "call_of_another_server")
+    shown = render(ALTERNATING, json.loads(text))
+    ids = re.findall(r"<assistant>(\w{9}) .*<tool>(\w{9}) rain", shown)
+    assert len(ids) == 1 and ids[0][0] == ids[0][1]
+    assert "<assistant>abc123def" in render(ALTERNATING, CALLED)
+    assert "call_of_another_server" in render(
+        "{% for m in messages %}{{ m | tojson }}{% endfor %}", json.loads(text)
+    )
+
+
+def test_a_template_for_tools_is_probed_with_tools() -> None:
+    template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + NULL_CONTENT
+    messages = [CALLED[0], CALLED[1] | {"content": "I look."}, CALLED[2]]
+    shown = render(template, messages, tools=json.dumps(TOOLS).encode())
+    assert "I look." in shown and "<call>get_weather" in shown
 
 
 def test_arguments_are_text_where_the_template_joins_them() -> None:

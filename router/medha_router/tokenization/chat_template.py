@@ -6,15 +6,17 @@
 A template comes with the checkpoint, never from a client, and sees the names that Hugging Face
 templates use. What it would leave out without a word is given in a form that it prints: parts of a
 content as lines of one text, as in vLLM; `developer` as `system`; calls of tools with a null
-content, after a message with their content, or with their arguments as text.
+content, after a message with their content, with their arguments as text, or with ids of nine
+letters and digits.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -35,6 +37,7 @@ REFUSED = (
 """Exceptions of a template for messages that it cannot take."""
 NAMES = ("default", "tool_use")
 PROBE = ("first part", "second part")
+PROBE_ID = "probe1234"
 _USER = {"role": "user", "content": "any question"}
 _CITY = {"city": {"type": "string", "description": "Name of a city"}}
 _TOOL: dict[str, Any] = {
@@ -42,6 +45,7 @@ _TOOL: dict[str, Any] = {
     "description": "Weather of a city",
     "parameters": {"type": "object", "properties": _CITY, "required": ["city"]},
 }
+_OFFERED = [{"type": "function", "function": _TOOL}]
 
 
 class _TemplateValues(msgspec.Struct, frozen=True):
@@ -147,7 +151,7 @@ class _Template:
     @functools.cached_property
     def tool_calls(self) -> Format | None:
         """Form of calls that it asks for; None if it does not print the tools of a prompt."""
-        names = self.names([_USER], True, [{"type": "function", "function": _TOOL}])
+        names = self.names([_USER], True, _OFFERED)
         shown = self._probe(names)
         printed = not shown or _TOOL["name"] in shown  # it may refuse just this prompt
         return format_of(self._text + shown) if printed else None
@@ -180,18 +184,36 @@ class _Template:
         content, as_text = self._calls
         text = PROBE[1]
         answer, called = {"role": "assistant", "content": text}, _called(content, as_text)
+        more = ({"role": "assistant", "content": "It rains."}, _USER)
         together = self._prints_call(_called(text, as_text), text=text)
-        return not together and self._prints_call(answer, called, text=text)
+        return not together and self._prints_call(answer, called, more=more, text=text)
 
-    def _prints_call(self, *messages: dict[str, Any], text: str = "") -> bool:
-        """Return whether it prints the call of a probe in the messages, and their text."""
-        result = {"role": "tool", "content": "rain", "tool_call_id": "probe1234"}
-        shown = self._probe_of(_USER, *messages, result)
+    @functools.cached_property
+    def _takes_ids(self) -> bool:
+        """False if it refuses ids but those of nine letters and digits, as Mistral's."""
+        called = _called(*self._calls)
+        return self._prints_call(called, id="call_probe_1") or not self._prints_call(called)
+
+    def _prints_call(
+        self,
+        *messages: dict[str, Any],
+        more: Sequence[dict[str, Any]] = (),
+        text: str = "",
+        id: str = PROBE_ID,
+    ) -> bool:
+        """Return whether it prints the call of a probe in the messages, and their text.
+
+        `more` messages follow the call's result.
+        """
+        result = {"role": "tool", "content": "rain", "tool_call_id": PROBE_ID}
+        probe = [_with_ids(message, {PROBE_ID: id}.get) for message in (*messages, result)]
+        shown = self._probe_of(_USER, *probe, *more)
         return all(expected in shown for expected in (PROBE[0], _TOOL["name"], text))
 
     def _probe_of(self, *messages: dict[str, Any]) -> str:
-        names = self.names([], True)
-        return self._probe(names | {"messages": list(messages)})
+        """Return the text of messages, with tools if the template refuses them without."""
+        names = self.names([], True) | {"messages": list(messages)}
+        return self._probe(names) or self._probe(names | {"tools": _OFFERED})
 
     def _probe(self, names: dict[str, Any]) -> str:
         """Return the text of a probe, empty if the template refuses it."""
@@ -204,6 +226,8 @@ class _Template:
 
     def _adapted(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a message, or two with its content and its calls, as the template takes them."""
+        if message.keys() & {"tool_calls", "tool_call_id"} and not self._takes_ids:
+            message = _with_ids(message, _short_id)
         changes: dict[str, Any] = {}
         if not isinstance(message["content"], str):
             changes["content"] = self._of_parts(message["content"], message["role"])
@@ -231,9 +255,29 @@ class _Template:
 def _called(content: str | None, as_text: bool) -> dict[str, Any]:
     """Return a message of the assistant with the call of the probe."""
     function = {"name": _TOOL["name"], "arguments": {"city": PROBE[0]}}
-    call = {"type": "function", "id": "probe1234", "function": function}
+    call = {"type": "function", "id": PROBE_ID, "function": function}
     calls = [_in_text(call) if as_text else call]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _with_ids(message: dict[str, Any], new_id: Callable[[str], str | None]) -> dict[str, Any]:
+    """Return a message whose calls, or whose result, have new ids; None keeps one."""
+    changes: dict[str, Any] = {}
+    if "tool_call_id" in message:
+        changes["tool_call_id"] = new_id(message["tool_call_id"]) or message["tool_call_id"]
+    if "tool_calls" in message:
+        changes["tool_calls"] = [
+            call | {"id": new_id(call["id"]) or call["id"]} if "id" in call else call
+            for call in message["tool_calls"]
+        ]
+    return message | changes
+
+
+def _short_id(id: str) -> str:
+    """Return an id of nine letters and digits; the same for the same id."""
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()[:9]
 
 
 def _in_text(call: dict[str, Any]) -> dict[str, Any]:
