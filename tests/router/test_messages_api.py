@@ -201,7 +201,7 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed"),

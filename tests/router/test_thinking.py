@@ -193,6 +193,32 @@ def test_thinking_is_a_block_of_a_message(begun: Running) -> None:
     assert begun.prompt().endswith("<think>\nA or B?") and "assistant: B." in begun.prompt()
 
 
+@pytest.mark.parametrize(
+    ("thinking", "kinds", "printed"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, ["thinking", "text"], False),
+        ({"type": "adaptive"}, ["thinking", "text"], False),
+        ({"type": "adaptive", "display": "omitted"}, ["text"], False),
+        ({"type": "disabled"}, ["text"], True),
+    ],
+)
+def test_a_message_may_leave_thinking_out(
+    hermes: Running, thinking: Any, kinds: list[str], printed: bool
+) -> None:
+    client = anthropic.Anthropic(base_url=hermes.router.url, api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": f"say {THOUGHT}"}]
+    with contextlib.closing(client):
+        message = client.messages.create(
+            model="tiny", max_tokens=99, messages=messages, thinking=thinking
+        )
+        counted = client.messages.count_tokens(
+            model="tiny", messages=messages, thinking=thinking
+        ).input_tokens
+    assert [block.type for block in message.content] == kinds
+    assert hermes.prompt().endswith("<think></think>") == printed
+    assert counted == message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
 def test_thinking_is_an_item_of_a_response(begun: Running) -> None:
     responses = begun.client.responses
     body: dict[str, Any] = {"model": "tiny", "input": f"say A or B?</think>{CALL}"}

@@ -1,9 +1,9 @@
 """Bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's Messages API.
 
 Content blocks become messages of a chat: a user's tool results are messages of their own, an
-assistant's tool uses are calls. Text, tools, stop sequences and JSON schemas are supported; images,
-documents, the field `thinking` and the tools that Anthropic runs itself are refused. Sampling
-fields of a chat are extensions here too.
+assistant's tool uses are calls. Text, thinking, tools, stop sequences and JSON schemas are
+supported; images, documents and the tools that Anthropic runs itself are refused. Sampling fields
+of a chat are extensions here too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from medha_router.protocol import (
     StopText,
     TokenizeParams,
     generation_params,
+    is_given,
     read_body,
     refuse_fields_of_others,
     refuse_unsupported,
@@ -42,7 +43,6 @@ from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, check_dept
 from medha_router.tokenization.json_text import check_values
 
 MAX_MESSAGES = 4096
-DISABLED = {"type": "disabled"}
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ({},),
@@ -51,7 +51,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thinking": (DISABLED,),
     "user_profile_id": (),
     "workspace_id": (),
 }
@@ -76,7 +75,7 @@ NAMES = (
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("tool_choice.function", "tool_choice"),
 )
-COUNTED = ("context_management", "mcp_servers", "thinking")
+COUNTED = ("context_management", "mcp_servers")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -104,6 +103,18 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     effort: str | None = None
 
 
+class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`thinking`: off or on where the chat template has a choice; a budget is no limit."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def on(self) -> bool:
+        return self.type != "disabled"
+
+
 class MessagesBody(Body, frozen=True, kw_only=True):
     """`POST /v1/messages`; `messages` stays raw JSON."""
 
@@ -123,7 +134,7 @@ class MessagesBody(Body, frozen=True, kw_only=True):
     mcp_servers: RawJson = msgspec.UNSET
     output_format: RawJson = msgspec.UNSET
     speed: RawJson = msgspec.UNSET
-    thinking: RawJson = msgspec.UNSET
+    thinking: ThinkingConfig | None = None
     user_profile_id: RawJson = msgspec.UNSET
     workspace_id: RawJson = msgspec.UNSET
 
@@ -139,7 +150,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: RawJson = msgspec.UNSET
     context_management: RawJson = msgspec.UNSET
     mcp_servers: RawJson = msgspec.UNSET
-    thinking: RawJson = msgspec.UNSET
+    thinking: ThinkingConfig | None = None
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +217,12 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
         schema = raw_json({"type": "json_schema", "json_schema": {"schema": output.format.schema}})
     try:
         params = generation_params(
-            msgspec.structs.replace(body, stop=body.stop_sequences, response_format=schema),
+            msgspec.structs.replace(
+                body,
+                stop=body.stop_sequences,
+                response_format=schema,
+                chat_template_kwargs=_template_values(body),
+            ),
             raw=messages,
             chat=True,
             max_output_tokens=body.max_tokens,
@@ -216,6 +232,9 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
     except RequestError as error:
         raise renamed(error, NAMES) from None
     params = msgspec.structs.replace(params, ending=ending)
+    thinking = body.thinking
+    if thinking is not None and not (thinking.on and thinking.display != "omitted"):
+        params = msgspec.structs.replace(params, shows_thinking=False)
     if params.grammar is None:
         return params
     param = params.grammar.param.replace("response_format.json_schema", "output_config.format")
@@ -236,13 +255,21 @@ def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
         special=True,
         ending=ending,
         tools=tools.raw if tools is not None else b"",
-        template_values=template_values(body.chat_template_kwargs),
+        template_values=template_values(_template_values(body)),
     )
 
 
 def _prompt(body: MessagesBody | CountTokensBody) -> tuple[bytes, PromptEnd, Tools | None]:
     """Return the JSON of a chat's messages, how its prompt ends, and the tools that it may call."""
     return *_messages(body), _tools(body)
+
+
+def _template_values(body: MessagesBody | CountTokensBody) -> RawJson:
+    """Return values for the chat template: those of the client, or names of models that may think:
+    of Qwen3 and of DeepSeek-V3.1."""
+    if body.thinking is None or is_given(body.chat_template_kwargs):
+        return body.chat_template_kwargs
+    return raw_json({"enable_thinking": body.thinking.on, "thinking": body.thinking.on})
 
 
 def _tools(body: MessagesBody | CountTokensBody) -> Tools | None:
