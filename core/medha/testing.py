@@ -256,6 +256,8 @@ def leftovers(plan: Scheduler) -> dict[str, object]:
         "waiting": [sequence.id for rows in groups.running.values() for sequence in rows.sequences],
         "pending seconds": sum(groups.queues.pending_s(group) for group in groups.running),
         "sequences": sorted(plan._state.sequences),
+        "sequences with pages": sorted(groups.holders),
+        "sequences of several groups": sorted(groups.large),
         "batches in flight": sorted(plan._state.in_flight.by_number),
         "running": plan._admission.started_count,
         "decodes": len(plan._state.running),

@@ -166,6 +166,16 @@ class GroupPages:
             count += 1
         return count
 
+    def leading_pages(self, group: int, hashes: abc.Sequence[bytes]) -> list[tuple[int, int]]:
+        """Find the pages of those hashes, as (group, page)."""
+        page_of, pages = self._page_of, list[tuple[int, int]]()
+        for hash_ in hashes:
+            page = page_of.get(hash_)
+            if page is None:
+                break
+            pages.append((group, page))
+        return pages
+
     def known_hashes(self) -> list[bytes]:
         """Return the hashes that are findable here, or were when they were last reported."""
         return [*self._page_of, *(hash_ for hash_ in self.kv_events if hash_ not in self._page_of)]
@@ -278,6 +288,8 @@ class BlockPool:
 
         Stays in one group as long as possible, so that a prefix lies in few groups.
         """
+        if len(groups) == 1:
+            return self.groups[groups[0]].leading_pages(groups[0], hashes)
         pages: list[tuple[int, int]] = []
         order = sorted(groups, key=lambda group: -self.groups[group].leading(hashes))
         here = order[0] if order else -1

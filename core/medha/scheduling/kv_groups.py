@@ -28,7 +28,8 @@ class KvGroups:
     """The running groups of a replica, and the sequences that live in them.
 
     `ranked`: prompts are kept or relegated. `shared`: sequences that hold, are assigned or claim
-    more than one group; `large`: those that need several when they start.
+    more than one group; `large`: those that need several when they start; `holders`: those that
+    have started, until their pages are free.
     """
 
     def __init__(self, pool: BlockPool, queues: WaitingQueues, *, ranked: bool) -> None:
@@ -38,6 +39,7 @@ class KvGroups:
         self.last_used_s: dict[int, float] = {}
         self.shared: dict[int, Sequence] = {}
         self.large: dict[int, Sequence] = {}
+        self.holders: dict[int, Sequence] = {}
         self._spans: Spans | None = None
 
     def __contains__(self, group: int) -> bool:
@@ -94,7 +96,7 @@ class KvGroups:
         in a group with the sequence among them. A sequence of one group goes where that is most, if
         there are pages.
         """
-        cached = self._cached_tokens(sequence)
+        cached = self._cached_tokens(sequence) if len(self.running) > 1 else {}
         due_s = sequence.request.due_s
         needed, pages = self.groups_needed(sequence), self.queues.pages_needed(sequence)
 
@@ -177,6 +179,7 @@ class KvGroups:
             if need <= min(own.available, pool.pages_for(self.tokens_per_group)):
                 own.reserve(need)
                 sequence.allocate({group: need})
+                self.holders[sequence.number] = sequence
                 return True
             if need > own.available + max(0, pool.claimable):
                 return False
@@ -212,6 +215,7 @@ class KvGroups:
         for group, pages in wanted.items():
             pool[group].reserve(pages)
         sequence.allocate(wanted)
+        self.holders[sequence.number] = sequence
         sequence.claim(need)
         pool.claim(need)
         sequence.reuse(unseen, cached, pool.page_tokens)
@@ -415,6 +419,7 @@ class KvGroups:
                 self.pool[group].release(page_ids)
         self._unshare(sequence)
         self.large.pop(sequence.number, None)
+        self.holders.pop(sequence.number, None)
 
     def take_claims(self, group: int, sequences: list[Sequence]) -> list[Sequence]:
         """Give the pages of a new group to sequences that claimed some, oldest first.

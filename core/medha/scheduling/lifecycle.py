@@ -353,8 +353,8 @@ class Lifecycle:
         wanted = set(blocked.groups)
         holders = [
             sequence
-            for sequence in self.state.sequences.values()
-            if sequence.started and wanted & set(sequence.tokens_by_group)
+            for sequence in self.groups.holders.values()
+            if not wanted.isdisjoint(sequence.tokens_by_group)
         ]
         if any(sequence.stopped for sequence in holders):
             return
@@ -411,8 +411,8 @@ class Lifecycle:
     def _frees_pages(self, group: int) -> bool:
         """Return whether a stopped sequence still holds pages of the group."""
         return any(
-            sequence.stopped and sequence.started and group in sequence.assigned_groups
-            for sequence in self.state.sequences.values()
+            sequence.stopped and group in sequence.assigned_groups
+            for sequence in self.groups.holders.values()
         )
 
     def expire(self, now: float) -> None:

@@ -34,7 +34,7 @@ class GroupMembership:
             if sequence in self.queues:  # perhaps with no tokens left: they are in stage 0
                 self.queues.enqueue(sequence)
             lifecycle.account.update(sequence, now)
-        for sequence in list(state.sequences.values()):
+        for sequence in sorted(self.groups.large.values(), key=lambda sequence: sequence.number):
             idle = not (sequence.started or sequence.stopped)
             if idle and 0 < len(sequence.assigned_groups) < self.groups.groups_needed(sequence):
                 self.queues.dequeue(sequence)  # it was assigned when fewer groups ran
