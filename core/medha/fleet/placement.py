@@ -38,6 +38,8 @@ LEAST_REST = 0.05
 ANSWER_GUARD = 1.25
 """By which the delay of an answer counts for more: deeper prompts lose more by short batches."""
 ALL_GROUPS = -1
+MAX_TIMES = 8
+"""Budgets for which a replica's times of prefills are remembered."""
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,18 +183,21 @@ class ReplicaEstimate:
         self._promises = 0  # of the requests that no Load counts
         self._promised_decode_s = 0.0
         self._stale = False
-        self._prefill_times: PrefillTimes | None = None
+        # By budget and decode capacity of a Load, the latest last.
+        self._prefill_times: dict[tuple[float, float], PrefillTimes] = {}
 
     def _times(self) -> PrefillTimes:
-        """Times of prefills alongside decodes, in batches of the budget of the last Load."""
-        times, load = self._prefill_times, self.load
-        if (
-            times is None
-            or times.outdated
-            or (times.budget_s, times.capacity_s) != (load.budget_s, load.decode_capacity_s)
-        ):
-            times = PrefillTimes(self.predictor, load.budget_s, load.decode_capacity_s)
-            self._prefill_times = times
+        """Times of prefills alongside decodes, in batches of the budget of the last Load.
+
+        Budgets come back: a TPOT target is in force while its request runs.
+        """
+        key = self.load.budget_s, self.load.decode_capacity_s
+        times = self._prefill_times.pop(key, None)
+        if times is None or times.outdated:
+            times = PrefillTimes(self.predictor, *key)
+            if len(self._prefill_times) >= MAX_TIMES:
+                del self._prefill_times[next(iter(self._prefill_times))]
+        self._prefill_times[key] = times
         return times
 
     def reference_work_s(self, prompt_tokens: int, cached_tokens: int, tpot_s: float) -> float:
