@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from medha.adapters.logs import JsonLines, start_logs
@@ -434,3 +435,24 @@ def test_a_log_call_with_wrong_arguments_still_logs() -> None:
 def test_an_unknown_log_level_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SpecError, match=r"log_level is loud: .*use one of debug, info"):
         start_logs("x", "loud", io.StringIO())
+
+
+def test_a_scrape_in_slices_is_the_text_of_the_library() -> None:
+    metrics, exported = Metrics("router"), exported_by("router")
+    for number in range(200):
+        for metric in exported:
+            labels = [f'{name} {number} \\ "' for name in metric.labels]
+            if metric.alias_of or not labels:
+                continue
+            if metric.kind == "histogram":
+                metrics.observe(metric.name, number / 7.0, *labels)
+            elif metric.kind == "counter":
+                metrics.add(metric.name, number, *labels)
+            else:
+                metrics.set(metric.name, number, *labels)
+
+    def lines(text: bytes) -> list[bytes]:
+        return [line for line in text.splitlines() if b"process_" not in line]
+
+    shown = lines(metrics.text())
+    assert shown == lines(generate_latest(metrics.registry)) and len(shown) > 20_000
