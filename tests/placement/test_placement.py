@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.placement import (
     ALL_GROUPS,
+    MAX_TIMES,
     PendingRequest,
     ReplicaEstimate,
     forecast_steps,
@@ -67,6 +68,16 @@ def test_an_idle_replica_finishes_after_its_own_work() -> None:
     option = at.assess(request(), now=0.0)
     assert option.fits and option.roomy
     assert option.finish_s == option.work_s == pytest.approx(at.predictor.prefill_s(1000))
+
+
+def test_offers_follow_the_budget_of_the_last_load_whatever_it_was_before() -> None:
+    """There are more budgets than are remembered, and some come back."""
+    at = estimate()
+    for number in (*range(2 * MAX_TIMES), 3, 0, 2 * MAX_TIMES - 1):
+        load = msgspec.structs.replace(IDLE, budget_s=0.02 + 0.003 * number)
+        at.update(load, 0.0)
+        offer = at.assess(request(prompt_tokens=30_000), 0.0)
+        assert offer == estimate(load=load).assess(request(prompt_tokens=30_000), 0.0)
 
 
 def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guard() -> None:
