@@ -71,7 +71,7 @@ def test_an_idle_replica_finishes_after_its_own_work() -> None:
 
 
 def test_offers_follow_the_budget_of_the_last_load_whatever_it_was_before() -> None:
-    """There are more budgets than are remembered, and some come back."""
+    """Use more budgets than are remembered, and let some come back."""
     at = estimate()
     for number in (*range(2 * MAX_TIMES), 3, 0, 2 * MAX_TIMES - 1):
         load = msgspec.structs.replace(IDLE, budget_s=0.02 + 0.003 * number)

@@ -31,8 +31,12 @@ class AnswerTime(msgspec.Struct, frozen=True):
 
     def delay_s(self, done_s: float) -> float:
         """Return by how much a prefill that is done at `done_s` ends later."""
-        alongside_s = min(self.lasts_s / (1.0 + self.part), done_s - self.first_s)
-        return self.part * max(0.0, alongside_s)
+        return self.part * max(0.0, min(self.longest_s, done_s - self.first_s))
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of prefills that the answer can run alongside."""
+        return self.lasts_s / (1.0 + self.part)
 
 
 NO_ANSWER = AnswerTime()
@@ -96,8 +100,21 @@ class Margins:
         rest = self._margin[place:]
         if not answer.part:
             return [left - work_s for left in rest] if work_s else rest
-        lasts = zip(self._due[place:], rest, strict=True)
-        return [left - work_s - answer.delay_s(due_s - left + work_s) for due_s, left in lasts]
+        # `AnswerTime.delay_s` of each, without a call
+        part, first_s, longest_s = answer.part, answer.first_s, answer.longest_s
+        return [
+            left
+            - work_s
+            - part
+            * (
+                0.0
+                if (alongside_s := due_s - left + work_s - first_s) <= 0.0
+                else alongside_s
+                if alongside_s < longest_s
+                else longest_s
+            )
+            for due_s, left in zip(self._due[place:], rest, strict=True)
+        ]
 
     def add(self, due_s: float, work_s: float, now: float, answer: AnswerTime = NO_ANSWER) -> None:
         """Add a promise."""

@@ -21,7 +21,6 @@ import msgspec
 from medha.config import Scheduling
 from medha.fleet.margins import NO_ANSWER, AnswerTime, Margins
 from medha.messages import Load
-from medha.model import KeptPages
 from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes
 from medha.tenants import TenantWork, is_short
@@ -165,9 +164,8 @@ class ReplicaEstimate:
         self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
         self._settings = Scheduling(min_batch_s=min_batch_s, max_batch_s=max_batch_s)
         self._overhead_s = predictor.batch_s([(1, 0, False)])  # of one more batch
-        self.load = Load()
         self.closed = False
-        self._updated_s = 0.0
+        self._take(Load(), 0.0)
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
         self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
@@ -219,9 +217,24 @@ class ReplicaEstimate:
         self.reference_work_s(tokens, 0, tpot_s)
         self._times().alongside_s(0, tokens, 0.0)
 
+    def _take(self, load: Load, now: float) -> None:
+        """Take over a Load, and what its pages mean.
+
+        `kept`: the rule by which a context keeps pages. `capacity_pages`: pages of all groups,
+        running or claimable. `_most_pages`: those that a request can hold, of one group if the
+        window slides.
+        """
+        self.load, self._updated_s = load, now
+        self.kept = self.predictor.shape.kept_pages(load.page_tokens)
+        self.capacity_pages = sum(max(0, pages) for pages in load.total_pages)
+        self.capacity_pages += load.claimable_pages
+        own = max(load.total_pages, default=0)
+        self._most_pages = own if self.kept.window_tokens else self.capacity_pages
+        self._running_pages = [pages for pages in load.free_pages if pages >= 0]
+
     def update(self, load: Load, now: float) -> None:
         """Take a Load over. It counts the requests that were accepted before, so release them."""
-        self.load, self._updated_s = load, now
+        self._take(load, now)
         self._promised_work = {work.tenant: work for work in load.promised_work}
         for name in self._accepted:
             if (held := self._held.pop(name, None)) is not None:
@@ -292,30 +305,15 @@ class ReplicaEstimate:
         self._recounted()
         return self.load.pending_s + self._pending_s
 
-    @property
-    def capacity_pages(self) -> int:
-        """Pages of all groups, running or claimable."""
-        return sum(max(0, pages) for pages in self.load.total_pages) + self.load.claimable_pages
-
-    @property
-    def kept(self) -> KeptPages:
-        """Rule by which a context keeps pages."""
-        return self.predictor.shape.kept_pages(self.load.page_tokens)
-
     def most_tokens(self) -> int:
         """Tokens of the longest request that the context limit and the pages allow."""
-        kept, longest = self.kept, self.max_context_tokens
-        pages = self._most_pages(kept)
+        kept, longest, pages = self.kept, self.max_context_tokens, self._most_pages
         return longest if kept.least(longest) <= pages else pages * kept.page_tokens
-
-    def _most_pages(self, kept: KeptPages) -> int:
-        """Pages that a request can hold: those of one group, if the window slides."""
-        return max(self.load.total_pages, default=0) if kept.window_tokens else self.capacity_pages
 
     def pages_of(self, tokens: int, cached: int = 0) -> int:
         """Return the pages that a request takes if `cached` of its tokens are found."""
         kept, size = self.kept, self.load.page_tokens
-        return min(-(-tokens // size) - cached // size, kept.pages(tokens), self._most_pages(kept))
+        return min(-(-tokens // size) - cached // size, kept.pages(tokens), self._most_pages)
 
     def can_ever(self, request: PendingRequest) -> bool:
         """True if context limit, pages and groups of an empty replica could hold the request."""
@@ -580,7 +578,7 @@ class ReplicaEstimate:
 
     def _queue_s(self, beyond_share: bool) -> float:
         """Pending seconds of a group that can still be in time, as if all had the same."""
-        groups = max(1, sum(pages >= 0 for pages in self.load.free_pages))
+        groups = max(1, len(self._running_pages))
         if beyond_share:
             return self.pending_s / groups
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
@@ -588,7 +586,7 @@ class ReplicaEstimate:
 
     def _free_in(self, group: int) -> int:
         """Free pages of one running group, which placed requests may all take."""
-        running = [pages for pages in self.load.free_pages if pages >= 0]
+        running = self._running_pages
         if group >= len(running):
             return 0
         held = sum(held.pages for held in self._held.values() if held.group in (group, ALL_GROUPS))
@@ -596,7 +594,7 @@ class ReplicaEstimate:
 
     def _free_pages(self, tokens: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
-        running = [pages for pages in self.load.free_pages if pages >= 0]
+        running = self._running_pages
         if groups_needed(tokens, self.predictor) > 1:
             return sum(running) + self.load.claimable_pages - self._pages
         most = max(running, default=0)
