@@ -55,6 +55,8 @@ def parsed(parts: list[str], thinking: Thinking, **options: Any) -> tuple[str, s
         ("begun", "", ("", "", 0)),
         ("possible", "<thi", ("", "<thi", 0)),
         ("possible", f"<think>I call {CALL}</think>Now: {CALL}", (f"I call {CALL}", "Now: ", 1)),
+        ("begun", f"Or {CALL}? Yes.\n{CALL}\n{CALL}", (f"Or {CALL}? Yes.\n{CALL}\n{CALL}", "", 2)),
+        ("begun", f"I may call {CALL}, or not", (f"I may call {CALL}, or not", "", 0)),
     ],
 )
 def test_thinking_stands_apart(

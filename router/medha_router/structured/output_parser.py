@@ -4,8 +4,9 @@
 
 Qwen3, DeepSeek-R1 and others think so. A template may end the prompt with the first mark: then the
 output begins in the thinking, and is nothing else if the second mark never comes. Thinking stands
-at the beginning only, and calls in it do not count. Line breaks around the marks are left out, as
-templates write them. The result does not depend on how the text is cut into pieces.
+at the beginning only, and calls in it do not count, unless the output ends with them. Line breaks
+around the marks are left out, as templates write them. The result does not depend on how the text
+is cut into pieces.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from medha_router.structured.tool_calls import TextPart, ToolCallParser
 
 BEGINS, ENDS = "<think>", "</think>"
 MAX_SPACE_CHARS = 4096
+MAX_CALLS_CHARS = 16 << 10
+"""Characters of the end of a thinking that may be calls."""
 TAIL_TOKENS = 16
 """Tokens at the end of a prompt that may spell the first mark, and line breaks after it."""
 Thinking = Literal["none", "possible", "begun"]
@@ -39,6 +42,7 @@ class OutputParser:
         if thinking == "none":
             self._state = "content"
         self._text = ""
+        self._thoughts = ""  # their end
         self._skips = False  # line breaks that come next
 
     @property
@@ -68,6 +72,8 @@ class OutputParser:
             parts = self._content()
         elif text := self._text.strip("\n"):
             parts = self._thought(text)
+        if thinking and finish == "stop" and self._calls is not None:
+            return parts + self._calls.end_with(self._thoughts)
         return parts + (self._calls.end(finish) if self._calls is not None else [])
 
     def _start(self) -> None:
@@ -94,6 +100,8 @@ class OutputParser:
         return self._thought(thought)
 
     def _thought(self, text: str) -> list[TextPart]:
+        if self._calls is not None:
+            self._thoughts = (self._thoughts + text)[-MAX_CALLS_CHARS:]
         return [TextPart(text, thinking=True)] if text and self._shown else []
 
     def _content(self) -> list[TextPart]:

@@ -126,6 +126,17 @@ class ToolCallParser:
         self._text = ""
         return self._taken()
 
+    def end_with(self, text: str) -> list[TextPart]:
+        """Return the calls with which a text ends that is no content, if it ends with calls."""
+        begins, calls, at = BEGINS.get(self._form, ()), list[TextPart](), len(text)
+        while (at := max((text.rfind(begin, 0, at) for begin in begins), default=-1)) >= 0:
+            parser = ToolCallParser(self._form, self._tools)
+            parts = parser.push(text[at:]) + parser.end("stop")
+            if any(part.call is None and part.text.strip() for part in parts):
+                break
+            calls, self.calls = parts, parser.calls
+        return [part for part in calls if part.call is not None]
+
     def _taken(self) -> list[TextPart]:
         """Take the pieces; without parallel calls, the first call counts, as in vLLM."""
         pieces, self._pieces = self._pieces, []
