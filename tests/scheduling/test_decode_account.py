@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 
 import msgspec
@@ -319,6 +320,20 @@ def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() ->
     assert plan._lifecycle.preempted_count > 0
     assert driven.admitted["long"].promised and driven.in_time("long")
     assert set(driven.finished) == set(driven.requests)
+
+
+def test_an_idle_replica_forgets_what_decodes_took() -> None:
+    """Nothing runs that could remind it, so that it would leave room for them for ever."""
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, key_s=1e-7)
+    driven = Driven(plan)
+    driven.submit([request("deep", 100_000, within_s=900.0, output_tokens=50, tpot_s=0.05)])
+    driven.run()
+    ended_s = driven.now
+    ((_, after),) = plan.load(ended_s).decode_parts
+    assert after > 0.2 and leftovers(plan) == {}
+    ((_, later),) = plan.load(ended_s + 30.0).decode_parts
+    assert later == pytest.approx(after / math.e, rel=0.01)
+    assert plan.load(ended_s + 900.0).decode_parts[0][1] == SETTINGS.decode_room
 
 
 def test_a_sixteenth_of_the_places_is_kept_for_promises() -> None:

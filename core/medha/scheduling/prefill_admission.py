@@ -277,9 +277,8 @@ class DecodeAccount:
     def _recount(self, now: float) -> None:
         self._changed, self.spanning = False, bool(self.groups.shared)
         self._all_span = self.spanning and any(len(groups) > 1 for groups in self._counted.values())
+        self._peak_s, self._peak_as_of_s = self._recent_peak_s(now), now
         total_s = self._fullest_s()
-        faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
-        self._peak_s, self._peak_as_of_s = max(total_s, faded * self._peak_s), now
         typical = self._part(total_s)
         shared = () if self._all_span else self.groups.shared.values()
         spanning = [sequence for sequence in shared if len(sequence.assigned_groups) > 1]
@@ -287,7 +286,7 @@ class DecodeAccount:
             decoding_s = total_s if self.spanning else self.decodes[group].total_s
             self.promises.decoding_s[group] = decoding_s
             self._count_alongside(group, [-1], self._all_span, now)
-            queue.set_typical(typical, self.promise_part())
+            queue.set_typical(typical, self.promise_part(now))
             rows = [row for sequence in spanning if (row := queue.find(sequence)) >= 0]
             if rows:
                 self._count_alongside(group, rows, True, now)
@@ -411,7 +410,7 @@ class DecodeAccount:
             plus = self._part(self.cost_s(self._next).get(group, 0.0))
         for held in self._held.values():
             plus += self._part(held.cost_s.get(group, 0.0))
-        self._try(sequence, cost_s, group, plus, self.promise_part(), now, kept=True)
+        self._try(sequence, cost_s, group, plus, self.promise_part(now), now, kept=True)
 
     def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
         """Return whether the decode tried last breaks a promise outside the groups of its cost."""
@@ -425,7 +424,7 @@ class DecodeAccount:
     def try_nothing(self, group: int, now: float) -> None:
         """Compute what the work of each promise is for a new promise of next to no work."""
         rows, part = self.waiting[group].rows, self._part(1.0)
-        rows.try_decode(-1, 0.0, self.promise_part(), NONE_ADDED, now, self.budget_s, part)
+        rows.try_decode(-1, 0.0, self.promise_part(now), NONE_ADDED, now, self.budget_s, part)
 
     def _try(
         self,
@@ -454,11 +453,16 @@ class DecodeAccount:
                 decode = RUNS, row, added_s, length_s, 0.0, 0.0
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
-    def promise_part(self) -> float:
+    def promise_part(self, now: float) -> float:
         """Return the part of the capacity that a new promise reckons with at least."""
         if math.isinf(self.tpot_s):  # nothing has ever decoded
             return 0.0
-        return min(1.0, max(self.settings.decode_room, self._part(self._peak_s)))
+        return min(1.0, max(self.settings.decode_room, self._part(self._recent_peak_s(now))))
+
+    def _recent_peak_s(self, now: float) -> float:
+        """Return the most that decodes took of a batch. It fades even while nothing runs."""
+        faded = math.exp(min(0.0, self._peak_as_of_s - now) / PEAK_MEMORY_S)
+        return max(self._fullest_s(), faded * self._peak_s)
 
     def promise_parts(self, now: float, *, spans: bool) -> tuple[tuple[float, float], ...]:
         """Return (due in up to, the part that a promise due by then reckons with), in any group.
@@ -466,7 +470,7 @@ class DecodeAccount:
         The last is for all that is due later. `spans`: of prompts that span groups; none if they
         reckon with the same.
         """
-        least = self.promise_part()
+        least = self.promise_part(now)
         if spans and (self._all_span or len(self.waiting) == 1):
             return ()
         if not self._coming and not spans and not self._all_span:
@@ -479,7 +483,7 @@ class DecodeAccount:
 
     def part_until(self, group: int, due_s: float, now: float) -> float:
         """Return the part that a promise in one group reckons with, if it is due then."""
-        return max(self.promise_part(), *self._parts_until(group, [due_s], False, now))
+        return max(self.promise_part(now), *self._parts_until(group, [due_s], False, now))
 
     def _parts_until(self, group: int, due_s: list[float], spans: bool, now: float) -> list[float]:
         """Return the part that decodes take alongside a prompt of a group, due at such times."""
@@ -581,7 +585,7 @@ class DecodeAccount:
                 cost_s += self._waited_s(coming, group)
             others = (other for other in self._ending.values() if other is not coming)
             cost_s += sum(other.cost_s.get(group, 0.0) for other in others)
-            least, part = self.promise_part() if leaves_room else 0.0, self._part(1.0)
+            least, part = self.promise_part(now) if leaves_room else 0.0, self._part(1.0)
             decode = RUNS, -1, cost_s, coming.length_s, 0.0, 0.0
             queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
             delay_s = 0.0
