@@ -30,6 +30,9 @@ TYPICAL_KEYS = 1024
 LEAST_S = 1e-300  # no division by zero where nothing is left to do
 MAX_STARVED_ROUNDS = 16  # a smallest chunk runs after this number of batches without a prefill
 REMEMBERED = 4096
+LONG_KEYS, LEAST_RATE = 1 << 17, 1.0
+"""Depth at which the rates of two budgets are compared, and tokens per second that count at least.
+"""
 STALE = 0.02
 """Change of the predictor's correction after which the tables are built again."""
 
@@ -41,6 +44,18 @@ def decode_capacity_s(predictor: Predictor, budget_s: float, prefill_share: floa
     if not chunk:
         return 0.0
     return max(0.0, budget_s - empty.seconds_with(max(1, int(prefill_share * chunk)), 0))
+
+
+def slowed(predictor: Predictor, budget_s: float, shorter_s: float) -> float:
+    """Return by which factor a long prefill takes longer in batches of a shorter budget."""
+    if shorter_s >= budget_s:
+        return 1.0
+    return max(1.0, _rate(predictor, budget_s) / max(_rate(predictor, shorter_s), LEAST_RATE))
+
+
+def _rate(predictor: Predictor, budget_s: float) -> float:
+    """Return the tokens per second of a prefill after LONG_KEYS in batches of that budget."""
+    return predictor.largest_chunk(predictor.load(), LONG_KEYS, 1 << 20, budget_s, 1) / budget_s
 
 
 def between(levels: list[float], part: float) -> float:

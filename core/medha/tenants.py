@@ -99,6 +99,7 @@ class PromisedWork:
         self._charges: collections.OrderedDict[str, tuple[float, float, float]] = (
             collections.OrderedDict()
         )
+        self._coming_s: dict[str, float] = {}
         self._report: tuple[TenantWork, ...] = ()
         self._reported_s = math.inf
 
@@ -109,17 +110,32 @@ class PromisedWork:
         self._charges[tenant] = seconds + charge_s, short_s + (charge_s if short else 0.0), now
         self._reported_s = math.inf
 
+    def replace_coming(self, coming_s: dict[str, float]) -> None:
+        """Replace what answers of short prompts take in the next seconds, by tenant.
+
+        They count if they are more than what was charged in the last seconds: else a tenant could
+        begin any number of answers before their first seconds are charged.
+        """
+        self._coming_s = coming_s
+
+    def add_coming(self, tenant: str, seconds: float) -> None:
+        """Add the answer of a prompt that has just been promised."""
+        self._coming_s[tenant] = self._coming_s.get(tenant, 0.0) + seconds
+
     def report(self, now: float) -> tuple[TenantWork, ...]:
         """Return the work of the tenants charged last; up to REFRESH_S old."""
         if not 0.0 <= now - self._reported_s < REFRESH_S:
             self._forget(now)
             latest = itertools.islice(reversed(self._charges.items()), LISTED)
             self._report = tuple(
-                TenantWork(tenant, *_faded(seconds, short_s, now - since))
+                self._work(tenant, *_faded(seconds, short_s, now - since))
                 for tenant, (seconds, short_s, since) in latest
             )
             self._reported_s = now
         return self._report
+
+    def _work(self, tenant: str, seconds: float, short_s: float) -> TenantWork:
+        return TenantWork(tenant, seconds, max(short_s, self._coming_s.get(tenant, 0.0)))
 
     def _forget(self, now: float) -> None:
         for _ in range(min(FORGOTTEN_AT_ONCE, len(self._charges))):

@@ -145,6 +145,34 @@ def test_a_tpot_below_that_of_an_idle_replica_is_refused_with_the_least_that_is_
     assert ask_for_tpot(least_tpot_ms(least_s) / 1e3).promised
 
 
+def test_a_tpot_that_promises_do_not_bear_is_refused_with_the_least_that_is_accepted() -> None:
+    """Batches of 20 ms would make the document that is due in 20 s too late."""
+
+    def ask_beside(margin_s: float, tpot_s: float, slo_class: SloClass) -> AdmissionDecision:
+        layout = Topology(tp=8)
+        replica = ReplicaEstimate("r0", Predictor(A100, LLAMA_3_8B, layout), 2_000_000)
+        load = Load(
+            free_pages=(20_000,),
+            total_pages=(20_000,),
+            margins=(((20.0, margin_s),),),
+            budget_s=0.0285,
+            decode_capacity_s=0.0196,
+            decode_room_s=0.0196,
+        )
+        replica.update(load, 0.0)
+        chat = PendingRequest(
+            id="n", prompt_tokens=1000, max_output_tokens=100, due_s=0.5, tpot_s=tpot_s
+        )
+        return admit(chat, [replica], {}, slo_class, TenantUsage((STRICT, SOFT)), now=0.0)
+
+    assert ask_beside(19.0, 0.02, STRICT).promised
+    with pytest.raises(Refusal, match="would be 30 ms, target 20 ms") as no:
+        ask_beside(2.0, 0.02, STRICT)
+    assert no.value.code == "overloaded" and no.value.least_tpot_s is not None
+    assert ask_beside(2.0, no.value.least_tpot_s, STRICT).promised
+    assert not ask_beside(2.0, 0.02, SOFT).promised
+
+
 def test_the_tpot_of_a_class_grows_with_prompts_too_long_for_it() -> None:
     idle_s = estimate().idle_tpot_s(1_000_000)
     assert attainable_tpot_s(2 * idle_s, idle_s) == 2 * idle_s

@@ -42,6 +42,19 @@ def test_a_report_lists_the_tenants_that_were_promised_something_last() -> None:
     assert seconds(work.report(1.0))["t0"] == pytest.approx(2.0, rel=0.02)
 
 
+def test_answers_that_run_count_for_the_next_seconds_if_that_is_more() -> None:
+    work = PromisedWork()
+    work.charge("a", 0.5, 0.0, short=True)
+    work.replace_coming({"a": 2.0})
+    work.add_coming("a", 1.0)
+    assert work.report(0.0) == (TenantWork("a", 0.5, 3.0),)
+    work.replace_coming({"a": 0.25})
+    work.charge("a", 0.5, 0.0, short=True)
+    assert work.report(0.0) == (TenantWork("a", 1.0, 1.0),)
+    work.replace_coming({})
+    assert work.report(SHORT_HALF_LIFE_S)[0].short_s == 0.5
+
+
 def test_a_load_reports_promises_by_tenant_until_long_after_their_prompts() -> None:
     replica = scheduler()
     first = msgspec.structs.replace(request("a", 2000), tenant="acme")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
@@ -224,6 +224,60 @@ def test_tenants_that_ask_for_too_much_are_served_by_weight(
     for tenant, weight in weights.items():
         share = served[tenant] / sum(served.values())
         assert share == pytest.approx(weight / 8.0, rel=0.03), tenant
+
+
+def attainment_of_documents(
+    hog: Callable[[int], list[Arrival]], tpot_s: float | None = None
+) -> float:
+    """Attainment of documents, a quarter of the load, next to what a hog sends from 75 s on.
+
+    `tpot_s`: target of the hog's answers, whose promises must be kept.
+    """
+    work_s = Predictor(A100, LLAMA_3_8B, Topology(tp=8)).prefill_s(100_000)
+    slo_class, met = SloClass(slo=Slo(tpot_s=0.05)), []
+    for seed in range(3):
+        drawn = poisson([(100_000, 50)], 0.25 / work_s, int(40.0 / work_s), seed, 55.0)
+        offered = hog(seed) + [
+            msgspec.structs.replace(arrival, id=f"small-{index}", tenant="small")
+            for index, arrival in enumerate(drawn)
+        ]
+        offered.sort(key=lambda arrival: arrival.arrival_s)
+        tpots_s = {arrival.id: tpot_s for arrival in offered if tpot_s and arrival.tenant == "hog"}
+        records = play(offered, slo_class=slo_class, tpots_s=tpots_s, until_s=235.0)
+        alongside = {name: record for name, record in records.items() if record.arrival_s > 75.0}
+        met.append(attainment(alongside, "small"))
+        promised = [record for record in records.values() if record.promised]
+        assert [record.id for record in promised if record.tpot_missed] == []
+        assert not tpots_s or any(record.id in tpots_s for record in promised)
+    return sum(met) / len(met)
+
+
+def turns(seed: int) -> list[Arrival]:
+    """Prompts of 500 tokens are next to no work, and each token reads 500,000 that are cached."""
+    blocks = tuple(range(1, 977))
+    history = Arrival(id="hog", arrival_s=0.0, prompt_tokens=500_100, blocks=blocks, tenant="hog")
+    return [history] + [
+        msgspec.structs.replace(
+            arrival, id=f"hog-{index}", tenant="hog", prompt_tokens=500_600, blocks=blocks
+        )
+        for index, arrival in enumerate(poisson([(500_600, 350)], 0.8, 120, seed, 75.0))
+    ]
+
+
+def hurried(seed: int) -> list[Arrival]:
+    return [
+        msgspec.structs.replace(arrival, id=f"hog-{index}", tenant="hog")
+        for index, arrival in enumerate(poisson([(2000, 100)], 3.0, 450, seed, 75.0))
+    ]
+
+
+def test_answers_on_a_deep_history_leave_documents_their_share() -> None:
+    assert attainment_of_documents(turns) >= 0.2
+
+
+def test_targets_for_the_tpot_leave_documents_their_share_and_are_kept() -> None:
+    """Batches of 10 ms hold next to no prefill."""
+    assert attainment_of_documents(hurried, 0.01) >= 0.5
 
 
 # --- lies -----------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ Refusals are `medha.errors.Refusal`:
 * `context_length_exceeded` the request can never fit; the message has both numbers
 * `tpot_infeasible`         the TPOT target is below what can be had; with the least that can
 * `rate_limit_exceeded`     the tenant was promised its share already; with Retry-After
-* `overloaded`              no free pages, or the decodes would miss their TPOT; with Retry-After
+* `overloaded`              no free pages, or the TPOT target would be missed, with the least that
+                            can be had now; with Retry-After
 * `deadline_infeasible`     the deadline would be missed or break a promise; with earliest TTFT
 
 A class with `when_infeasible: relegate` is admitted without a promise instead of the last three.
@@ -116,10 +117,12 @@ class TenantUsage:
         work_s: float,
         estimates: Sequence[ReplicaEstimate],
         waiting_s: float = 0.0,
+        taken_s: float = 0.0,
     ) -> float:
         """Return the seconds until work is in the share of an active tenant; 0 if it is now.
 
-        `waiting_s`: work of the tenant that waits without a promise.
+        `waiting_s`: work of the tenant that waits without a promise. `taken_s`: what the answer
+        takes from prefills, of what counts at once.
         Without API keys all requests are of one tenant, without a name and without a limit.
         """
         if not tenant and len(self._active) == 1:
@@ -135,7 +138,7 @@ class TenantUsage:
             room_s = max(LEAST_SHORT_ROOM_S, share * replicas * SHORT_MEMORY_S) * (1.0 + unused)
             promised_s = sum(estimate.promised_work_s(tenant, True) for estimate in estimates)
             half_life_s = SHORT_HALF_LIFE_S
-        allowed_s = max(room_s - work_s, 0.5 * room_s)
+        allowed_s = max(room_s - work_s - taken_s, 0.5 * room_s)
         return half_life_s * math.log2(max(1.0, promised_s / allowed_s))
 
     @property
@@ -211,16 +214,13 @@ def admit(
         raise _never(request, estimates)
     by_name = {estimate.name: estimate for estimate in estimates}
     _check_tpot(request, [by_name[offer.replica] for offer in offers])
-    steady = [
-        offer
-        for offer in offers
-        if by_name[offer.replica].predicted_tpot_s(request) <= request.tpot_s
-        or not by_name[offer.replica].load.decoding
-    ]
+    class_s = slo_class.slo.tpot_s
+    tpot_s = [by_name[offer.replica].tpot_s(request, offer, class_s, now) for offer in offers]
+    steady = [offer for offer, had_s in zip(offers, tpot_s, strict=True) if had_s <= request.tpot_s]
     best = steady[0] if steady else offers[0]
     fits, load = best.fits and bool(steady), by_name[best.replica].load
     work_s = best.work_s * load.share
-    wait_s = usage.wait_s(request.tenant, work_s, estimates, waiting_s)
+    wait_s = usage.wait_s(request.tenant, work_s, estimates, waiting_s, best.taken_s)
     if fits and not wait_s:
         return AdmissionDecision(best, True)
     if slo_class.when_infeasible == "relegate":
@@ -236,12 +236,12 @@ def admit(
             retry_after_s=wait_s,
         )
     if not steady:
-        tpot_ms = 1e3 * by_name[best.replica].predicted_tpot_s(request)
         raise Refusal(
             "overloaded",
-            f"time per output token would be {tpot_ms:.0f} ms, target {1e3 * request.tpot_s:.0f} "
-            "ms: retry later, or choose a class with a longer one",
+            f"time per output token would be {least_tpot_ms(min(tpot_s)):g} ms, target "
+            f"{1e3 * request.tpot_s:g} ms: retry later, or ask for that or more",
             retry_after_s=retry_after_s(estimates),
+            least_tpot_s=min(tpot_s),
         )
     if not best.roomy:
         raise Refusal(

@@ -95,6 +95,10 @@ class Margins:
             place = bisect.bisect_right(self._due, due_s)
             self._margin[place:] = self._after(place, 0.0, answer)
 
+    def bears(self, answer: AnswerTime) -> bool:
+        """Return whether all promises hold alongside an answer that has begun."""
+        return min(self._after(0, 0.0, answer), default=0.0) >= 0.0
+
     def _after(self, place: int, work_s: float, answer: AnswerTime) -> list[float]:
         """Return the margins from a place on after work with an answer before them."""
         rest = self._margin[place:]

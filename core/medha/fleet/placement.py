@@ -22,16 +22,14 @@ from medha.config import Scheduling
 from medha.fleet.margins import NO_ANSWER, AnswerTime, Margins
 from medha.messages import Load
 from medha.predictor import Predictor
-from medha.prefill_times import PrefillTimes
-from medha.tenants import TenantWork, is_short
+from medha.prefill_times import PrefillTimes, slowed
+from medha.tenants import SHORT_MEMORY_S, TenantWork, is_short
 
 FIRST_STEP = 1 << 14
 ANSWER_TOKENS = 100
 """Tokens of an answer that count where replicas are compared."""
 BUDGET_STEP, MAX_FACTORS = 1.1, 256
 """Budgets that answers may bring are of steps like this."""
-FACTOR_KEYS, LEAST_RATE = 1 << 17, 1.0
-"""Depth at which two budgets are compared, and tokens per second that count at least."""
 LEAST_REST = 0.05
 """Part of their time that decodes leave to prefills at least, as the delay of an answer counts."""
 ANSWER_GUARD = 1.25
@@ -84,7 +82,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
     `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer. `answer`:
-    what it takes from prefills.
+    what it takes from prefills, `taken_s` of this what counts for its tenant at once.
     """
 
     replica: str
@@ -103,6 +101,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     clear_s: float = 0.0
     answer_s: float = 0.0
     answer: AnswerTime = NO_ANSWER
+    taken_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:
         """Expected time of the first token, for the slack of the request at arrival.
@@ -247,7 +246,7 @@ class ReplicaEstimate:
     ) -> None:
         """Count a placed request until a Load does."""
         self.release(request.id, now)
-        charge_s = option.work_s * self.load.share if promised else 0.0
+        charge_s = option.work_s * self.load.share + option.taken_s if promised else 0.0
         held = Held(
             request.due_s,
             option.cost_s,
@@ -385,7 +384,21 @@ class ReplicaEstimate:
             clear_s=clear_s,
             answer_s=finish_s + self._delay_s(request.max_output_tokens),
             answer=answer,
+            taken_s=self._taken_s(request, own_s),
         )
+
+    def _taken_s(self, request: PendingRequest, own_s: float) -> float:
+        """Return what an answer takes from prefills in its first seconds, as the Load will count.
+
+        `own_s`: what its decode takes of a batch.
+        """
+        load, spp = self.load, self.predictor.topology.spp
+        if not own_s or not load.decode_capacity_s:
+            return 0.0
+        planned_s = self._settings.planned_budget_s(request.tpot_s, spp)
+        shortening = 1.0 - 1.0 / self._longer(planned_s) if planned_s > 0.0 else 0.0
+        part = min(1.0, own_s / load.decode_capacity_s) + shortening
+        return part * min(SHORT_MEMORY_S, request.max_output_tokens * request.tpot_s)
 
     def _delay_s(self, output_tokens: int) -> float:
         """Return by how much an answer ends later than without the decodes that run here.
@@ -439,14 +452,8 @@ class ReplicaEstimate:
         if factor is None:
             if len(self._factors) >= MAX_FACTORS:
                 self._factors.clear()
-            factor = max(1.0, self._rate(now_s) / max(self._rate(budget_s), LEAST_RATE))
-            self._factors[now_s, budget_s] = factor
+            factor = self._factors[now_s, budget_s] = slowed(self.predictor, now_s, budget_s)
         return factor
-
-    def _rate(self, budget_s: float) -> float:
-        """Return the tokens per second of a prefill of FACTOR_KEYS in batches of that budget."""
-        load = self.predictor.load()
-        return self.predictor.largest_chunk(load, FACTOR_KEYS, 1 << 20, budget_s, 1) / budget_s
 
     def _decode_s_of(self, request: PendingRequest) -> float:
         """Return the seconds that the decode of a request takes of a batch."""
@@ -499,6 +506,37 @@ class ReplicaEstimate:
         with_request = self.predictor.batch_s([(1, request.prompt_tokens, True)])
         empty = self.predictor.batch_s([(1, 0, True)])
         return max(self.load.predicted_tpot_s, empty) + with_request - empty
+
+    def tpot_s(
+        self, request: PendingRequest, option: PlacementOption, class_tpot_s: float, now: float
+    ) -> float:
+        """TPOT that the request would get here, its target if that can be kept.
+
+        A target below that of its class shortens all batches until the answer ends, which is not
+        known: it is kept if all promises hold in such batches, as the replica decides, too.
+        """
+        paced_s = self.predicted_tpot_s(request) if self.load.decoding else 0.0
+        if request.tpot_s < class_tpot_s and request.max_output_tokens > 1:
+            spp, settings = self.predictor.topology.spp, self._settings
+            planned_s = settings.planned_budget_s(request.tpot_s, spp)
+            tighter = 0.0 < planned_s < self.load.budget_s
+            if tighter and not self._holds_in(planned_s, request, option, now):
+                in_force_s = spp * self.load.budget_s / (1.0 - settings.plan_guard)
+                paced_s = max(paced_s, min(class_tpot_s, in_force_s))
+        return max(request.tpot_s, paced_s)
+
+    def _holds_in(
+        self, budget_s: float, request: PendingRequest, option: PlacementOption, now: float
+    ) -> bool:
+        """Return whether all promises and the offer would hold in batches of a smaller budget."""
+        answer = AnswerTime(ANSWER_GUARD * (self._longer(budget_s) - 1.0), now, math.inf)
+        cost_s, own_s, group = option.cost_s, option.needed_s - option.cost_s, option.group
+        for margins in self._margins if group == ALL_GROUPS else [self._margins[group]]:
+            left_s = margins.room_s(request.due_s, own_s, now, cost_s, answer) - cost_s
+            delay_s = answer.delay_s(request.due_s - own_s - left_s) if option.clear_s else 0.0
+            if left_s < delay_s:
+                return False
+        return all(margins.bears(answer) for margins in self._margins)
 
     def idle_tpot_s(self, prompt_tokens: int) -> float:
         """TPOT of the first tokens of a sequence that is alone on this replica."""

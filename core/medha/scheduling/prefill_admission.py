@@ -25,9 +25,9 @@ counted in 4, so that they wait no longer than the promises given before, and fo
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, abc
 
-from medha.prefill_times import PrefillTimes, decode_capacity_s
+from medha.prefill_times import PrefillTimes, decode_capacity_s, slowed
 from medha.request import SloClass
 from medha.scheduling.native import (
     COMES,
@@ -42,7 +42,10 @@ from medha.scheduling.waiting_queue import WaitingQueue
 
 STARTS_PER_ROUND = 4
 """Prompts without a promise that may start between two batches, while there are promises."""
-PEAK_MEMORY_S = 30.0
+PEAK_MEMORY_S, MOST_ROOM = 30.0, 0.25
+"""Of the recent peak of decodes, and the part of the capacity that promises leave to it at most."""
+BEYOND_SHARE = 0.25
+"""Part of the decode capacity up to which prompts beyond their tenant's share start."""
 HORIZONS_S = tuple(float(1 << power) for power in range(11))
 """Times until due for which a report says what decodes take until then."""
 # How often `patience_s` is divided to record which prompts are passed over.
@@ -212,6 +215,8 @@ class DecodeAccount:
             self._class_tpot_s = known_s = tpot_s
         if math.isinf(self.tpot_s):
             self._set_tpot(known_s)
+        if sequence.request.promised is False:
+            tpot_s = max(tpot_s, self._class_tpot_s)
         if tpot_s < self.tpot_s:
             if self._holds_at(tpot_s, now):
                 self._set_tpot(tpot_s)
@@ -221,6 +226,28 @@ class DecodeAccount:
             self._tighter[tpot_s] += 1
             self._granted[sequence.number] = tpot_s
         sequence.grant_tpot(tpot_s)
+
+    def taken(self, sequences: abc.Iterable[Sequence]) -> list[tuple[Sequence, float]]:
+        """Return the part of the time that answers take from prefills, of all that run or will.
+
+        Its decode's part of the capacity that the classes' TPOT leaves; and if it was granted a
+        tighter one, an equal part of what the batches of that cost all prefills.
+        """
+        times = self.queues.times
+        if self._tighter:
+            times = self._times(self._class_tpot_s)
+        lost = 1.0 - 1.0 / slowed(self.predictor, times.budget_s, self.budget_s)
+        shortening = lost / max(1, len(self._granted))
+        taken: list[tuple[Sequence, float]] = []
+        for sequence in sequences:
+            number = sequence.number
+            part = shortening if number in self._granted else 0.0
+            if number in self._counted:
+                most_s = max(self.cost_s(sequence).values(), default=0.0)
+                part += min(1.0, most_s / times.capacity_s) if times.capacity_s else 1.0
+            if part:
+                taken.append((sequence, part))
+        return taken
 
     def _set_tpot(self, tpot_s: float) -> None:
         if tpot_s == self.tpot_s:
@@ -457,7 +484,8 @@ class DecodeAccount:
         """Return the part of the capacity that a new promise reckons with at least."""
         if math.isinf(self.tpot_s):  # nothing has ever decoded
             return 0.0
-        return min(1.0, max(self.settings.decode_room, self._part(self._recent_peak_s(now))))
+        running, peak = self._part(self._fullest_s()), self._part(self._recent_peak_s(now))
+        return min(1.0, max(self.settings.decode_room, running, min(peak, MOST_ROOM)))
 
     def _recent_peak_s(self, now: float) -> float:
         """Return the most that decodes took of a batch. It fades even while nothing runs."""
@@ -509,6 +537,17 @@ class DecodeAccount:
         return total_s + cost_s <= self.capacity_s
 
     # --- admission --------------------------------------------------------------------------------
+
+    def is_open_beyond(self, sequence: Sequence) -> bool:
+        """Return whether a prompt beyond its tenant's share may start, because of its decode.
+
+        In each of its groups nothing decodes, or most of the capacity stays free.
+        """
+        return all(
+            not len(self.decodes[group])
+            or self.decodes[group].total_s + cost_s <= BEYOND_SHARE * self.capacity_s
+            for group, cost_s in self.cost_s(sequence).items()
+        )
 
     def can_bear(self, sequence: Sequence, now: float) -> bool:
         """Return whether a sequence may start, and count its decode if so."""
@@ -637,12 +676,14 @@ class PrefillAdmission:
     def has_place(self, sequence: Sequence) -> bool:
         """Return whether another sequence may start.
 
-        A sixteenth of the places is for promises, and half for what is in its tenant's share.
+        A sixteenth of the places is for promises, and half for what is in its tenant's share, as
+        is most of the decode capacity.
         """
         if sequence.promised:
             return self.free_places > 0
-        kept_free = self.most // (2 if sequence.request.beyond_share else 16)
-        return self.free_places > kept_free
+        if not sequence.request.beyond_share:
+            return self.free_places > self.most // 16
+        return self.free_places > self.most // 2 and self.account.is_open_beyond(sequence)
 
     def count_freed(self) -> None:
         """Count a started sequence whose pages were freed."""

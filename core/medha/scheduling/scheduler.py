@@ -35,7 +35,7 @@ from medha.scheduling.rebalance import Rebalance
 from medha.scheduling.running import InFlightBatch
 from medha.scheduling.sequence import Sequence, take_decodes
 from medha.scheduling.state import SchedulerState
-from medha.tenants import REFRESH_S, PromisedWork, is_short
+from medha.tenants import REFRESH_S, SHORT_MEMORY_S, PromisedWork, is_short
 from medha.topology import Topology
 
 
@@ -101,6 +101,10 @@ class Scheduler:
         promised = self._promise(sequence, work_by_group, now)
         if promised:
             self._promised_work.charge(request.tenant, work_s, now, short=is_short(work_s))
+            if is_short(work_s):
+                for _, part in self._account.taken((sequence,)):
+                    taken_s = sequence.taken_soon_s(part, SHORT_MEMORY_S)
+                    self._promised_work.add_coming(request.tenant, taken_s)
         return Admitted(sequence.number, cached, promised, self._expected_ttft_s(sequence, now))
 
     def abort(self, id: str, now: float) -> None:
@@ -304,6 +308,8 @@ class Scheduler:
         sent = self._in_flight.remove(number)
         if sent is None:
             return ()
+        if now >= self._charged_as_of_s + REFRESH_S:
+            self._charge_answers(now)
         if not sent.left_stage0:
             self._leave_stage0(sent, now)
         if result.elapsed_s is not None:
@@ -321,7 +327,7 @@ class Scheduler:
 
     def load(self, now: float) -> Load:
         if now >= self._charged_as_of_s + REFRESH_S:
-            self._charge_places(now)
+            self._charge_answers(now)
         return report(
             self._state,
             self._account,
@@ -332,21 +338,24 @@ class Scheduler:
             now,
         )
 
-    def _charge_places(self, now: float) -> None:
-        """Charge tenants with the places that answers hold, beyond the work of their prompts."""
-        passed_s = min(now - self._charged_as_of_s, 2.0 * REFRESH_S)
+    def _charge_answers(self, now: float) -> None:
+        """Charge tenants with what answers hold and take, beyond the work of their prompts.
+
+        After every second with batches: an answer that lasts less is charged for a second, or not.
+        """
+        passed_s = min(now - self._charged_as_of_s, 1.25 * REFRESH_S)
         self._charged_as_of_s = now
-        for sequence in self._state.sequences.values():
-            if sequence.decoding:
-                paid_s = max(sequence.total_work_s, sequence.held_s)
-                sequence.held_s += passed_s / self.settings.max_running
-                if sequence.held_s > paid_s:
-                    self._promised_work.charge(
-                        sequence.request.tenant,
-                        sequence.held_s - paid_s,
-                        now,
-                        short=is_short(sequence.total_work_s),
-                    )
+        place_s, coming = passed_s / self.settings.max_running, dict[str, float]()
+        for sequence, part in self._account.taken(self._state.sequences.values()):
+            held_s = place_s if sequence.decoding else 0.0
+            charge_s = sequence.hold(held_s, passed_s * part)
+            tenant, short = sequence.request.tenant, is_short(sequence.total_work_s)
+            if charge_s > 0.0:
+                self._promised_work.charge(tenant, charge_s, now, short=short)
+            if short:
+                taken_s = sequence.taken_soon_s(part, SHORT_MEMORY_S)
+                coming[tenant] = coming.get(tenant, 0.0) + taken_s
+        self._promised_work.replace_coming(coming)
 
     def ahead(self, now: float) -> Ahead:
         return ahead(self._state, work_sums(self._state, now), now)

@@ -53,11 +53,13 @@ class Sequence:
     chunk took; no page before `first_page` is held. `displaced`: others took its place in the
     promise set. `moving`: page copies under way or not yet switched. `rounds_skipped`,
     `blocked_since_s`: how long it has waited for its groups to be free together;
-    `declined_together`: they were, and it was not chosen. `held_s`: its place while it decodes, in
-    seconds of the replica. `row`: its last known row in a waiting queue. `tail`: the group of its
-    newest page; `alone`: it lies in one group. `prepared`: the next decode is ready and in no
-    batch; `decode_due_s`: when its token is due; `credit_until_s`: when the first token that is in
-    no batch in flight is due; `token_at_s`: when the one in flight is complete, by prediction.
+    `declined_together`: they were, and it was not chosen. `held_s`: its place while it decodes,
+    `taken_s`: what its answer takes from prefills, and `charged_s`: what its tenant has been
+    charged, in seconds of the replica. `row`: its last known row in a waiting queue. `tail`: the
+    group of its newest page; `alone`: it lies in one group. `prepared`: the next decode is ready
+    and in no batch; `decode_due_s`: when its token is due; `credit_until_s`: when the first token
+    that is in no batch in flight is due; `token_at_s`: when the one in flight is complete, by
+    prediction.
 
     Numbers of the request that each token needs are copied: compiled code reads them faster.
     """
@@ -68,6 +70,7 @@ class Sequence:
         "alone",
         "assigned_groups",
         "blocked_since_s",
+        "charged_s",
         "computed_tokens",
         "credit_until_s",
         "declined_together",
@@ -105,6 +108,7 @@ class Sequence:
         "status",
         "switching",
         "tail",
+        "taken_s",
         "target_tokens",
         "token_at_s",
         "total_work_s",
@@ -130,7 +134,8 @@ class Sequence:
         self.key = (request.due_s, request.arrival_s, request.id)
         self.assigned_groups: tuple[int, ...] = ()
         self.kept = self.promised = self.displaced = False
-        self.total_work_s = self.norm_s = self.held_s = 0.0
+        self.total_work_s = self.norm_s = 0.0
+        self.held_s = self.taken_s = self.charged_s = 0.0
         self.growth_claim = self.row = 0
         self.reserved: dict[int, int] = {}
         self.reset()
@@ -207,6 +212,25 @@ class Sequence:
 
     def set_work(self, total_work_s: float, norm_s: float) -> None:
         self.total_work_s, self.norm_s = total_work_s, norm_s
+        self.charged_s = total_work_s
+
+    def taken_soon_s(self, part: float, memory_s: float) -> float:
+        """Return what its answer takes in the next seconds, at most `memory_s`, at that part."""
+        left_s = (self.max_output_tokens - self.output_tokens) * self.tpot_s
+        return part * min(memory_s, left_s)
+
+    def hold(self, place_s: float, taken_s: float) -> float:
+        """Count what its answer has held and taken; return what is to be charged for it.
+
+        That is whichever is more: its place, or the time of its prompt and of its answer.
+        """
+        self.held_s += place_s
+        self.taken_s += taken_s
+        due_s = max(self.held_s, self.total_work_s + self.taken_s) - self.charged_s
+        if due_s <= 0.0:
+            return 0.0
+        self.charged_s += due_s
+        return due_s
 
     def grant_tpot(self, tpot_s: float) -> None:
         """Set the TPOT by which batches are cut: the request's own, or a longer one."""
