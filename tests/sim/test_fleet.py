@@ -12,7 +12,7 @@ from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
 from medha.scheduling.scheduler import Scheduler
-from medha.sim.loop import Loop
+from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord, summarise
@@ -87,6 +87,23 @@ def test_promises_are_kept_when_answers_take_all_places() -> None:
     records = play(fleet(1, REFUSING, pages=60_000, max_running=8), [*chats, *single, *long])
     promised = [record for record in records.values() if record.promised]
     assert len(promised) >= 8 and all(record.in_time for record in promised)
+
+
+def test_clients_that_leave_in_time_break_no_promise_wherever_their_request_is() -> None:
+    of = fleet(1, REFUSING, pages=60_000)
+    of.leave("r0")  # nothing serves: requests are held
+    of.arrive(arrival("held", 0.0, 2000))
+    of.cancel("held")
+    assert of.held == []
+    of = fleet(1, REFUSING, pages=60_000)
+    of.play([arrival("served", 0.0, 100_000, 10), arrival("stays", 0.0, 1000, 10)])
+    of.loop.at(0.4, ARRIVE, lambda: of.cancel("served"))
+    of.loop.run(most_events=100_000)
+    records = {record.id: record for record in of.records()}
+    assert records["served"].promised and records["served"].left_s == 0.4
+    total = summarise(of.records(), of.loop.now).total
+    assert (total.departed, total.promised, total.promises_broken) == (1, 2, 0)
+    assert total.longest_wait <= 1.0
 
 
 def test_two_long_ones_go_to_two_replicas() -> None:

@@ -121,6 +121,32 @@ def test_the_longest_wait_counts_from_arrival_to_the_token_or_to_the_end() -> No
     assert summarise([record("ok")], 100.0).total.most_overdue_s == 0.0
 
 
+def test_a_departure_before_the_deadline_is_neither_a_miss_nor_a_broken_promise() -> None:
+    gone = record("gone", None, ttft_deadline_s=5.0, left_s=14.9, promised=True, offered_s=1.0)
+    report = summarise([record("ok", promised=True, offered_s=1.0), gone], 100.0)
+    total = report.total
+    assert (total.departed, total.censored, total.promises_broken) == (1, 0, 0)
+    assert (total.requests, total.promised) == (2, 2)
+    assert total.attainment == total.kept == total.work_in_time == 1.0
+    assert total.longest_wait == pytest.approx(0.2) and total.most_overdue_s == 0.0
+    assert "left before a token was due: 1" in table(report)
+
+
+def test_one_that_waited_beyond_its_deadline_is_late_though_its_client_left() -> None:
+    gave_up = record("gave up", None, ttft_deadline_s=5.0, left_s=20.0, promised=True)
+    total = summarise([record("ok", promised=True), gave_up], 100.0).total
+    assert (total.departed, total.censored, total.promises_broken) == (0, 0, 1)
+    assert total.kept == total.attainment == 0.5
+    assert total.longest_wait == pytest.approx(2.0)  # to when it left, not to the end
+    assert total.most_overdue_s == pytest.approx(5.0)
+
+
+def test_a_departure_after_the_first_token_changes_nothing() -> None:
+    left = record("left", 0.1, left_s=10.15, finished_s=None, promised=True)
+    total = summarise([left], 100.0).total
+    assert (total.in_time, total.departed, total.promises_broken) == (1, 0, 0)
+
+
 def test_tenants_are_told_apart() -> None:
     report = summarise([record("a", tenant="x"), record("b", 3.0, tenant="y")], 10.0)
     assert [(part.name, part.attainment) for part in report.by_tenant] == [("x", 1.0), ("y", 0.0)]

@@ -44,6 +44,7 @@ class Live:
         "first_s",
         "gap_s",
         "last_s",
+        "left_s",
         "promised",
         "request",
         "stops_after",
@@ -54,6 +55,7 @@ class Live:
         self.cached = self.emitted = 0
         self.first_s: float | None = None
         self.finished_s: float | None = None
+        self.left_s: float | None = None
         self.last_s = self.gap_s = 0.0
         self.promised, self.failed = False, ""  # code of the failure
 
@@ -126,7 +128,7 @@ class SimReplica:
         self.scheduler.abort(id, self.loop.now)
         seq = self._seqs.get(id)
         if seq is not None:
-            self._end(seq)
+            self._end(seq).left_s = self.loop.now
         self.kick()
 
     def kick(self) -> None:
@@ -289,6 +291,7 @@ class SimReplica:
             work_s=request.work_s,
             first_token_s=live.first_s,
             finished_s=live.finished_s,
+            left_s=live.left_s,
             worst_gap_s=live.gap_s,
             promised=live.promised,
             refused=live.failed,

@@ -3,6 +3,7 @@
 The simulator makes the records; `medha replay` makes them from the responses of a live fleet.
 Latency counts from arrival. A refused request is a miss, and so is one whose deadline passed
 without a token. A request without a token before its deadline at the end of the run is censored.
+One whose client left before that is departed: what it would have got is not known.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Outcome of one request; times are seconds on the clock of the run.
 
     `refused`: code of the Refusal. `worst_gap_s`: the longest time between two tokens. `offered_s`:
-    seconds of a replica that the request takes, 0 if unknown.
+    seconds of a replica that the request takes, 0 if unknown. `left_s`: when its client left.
     """
 
     id: str
@@ -39,6 +40,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     offered_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None
+    left_s: float | None = None
     worst_gap_s: float = 0.0
     promised: bool = False
     refused: str = ""
@@ -60,6 +62,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.ttft_s is not None and self.ttft_s <= self.ttft_deadline_s
 
     @property
+    def departed(self) -> bool:
+        """True if the client left without a token while the request could still be in time."""
+        return (
+            self.left_s is not None
+            and self.first_token_s is None
+            and self.left_s <= self.arrival_s + self.ttft_deadline_s
+        )
+
+    @property
     def mean_tpot_s(self) -> float | None:
         """Mean time per output token after the first; None before the request has finished."""
         if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
@@ -78,10 +89,16 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.in_time and self.finished_s is not None and not self.tpot_missed
 
     def waited_s(self, end_s: float) -> float:
-        """Seconds until the first token, or until the end of the run; 0 after a refusal."""
-        if self.refused:
+        """Seconds until the first token, else until the client left or the end of the run.
+
+        0 after a refusal, and of a departed request.
+        """
+        if self.refused or self.departed:
             return 0.0
-        return self.ttft_s if self.ttft_s is not None else max(0.0, end_s - self.arrival_s)
+        if self.ttft_s is not None:
+            return self.ttft_s
+        until_s = end_s if self.left_s is None else self.left_s
+        return max(0.0, until_s - self.arrival_s)
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,11 +115,12 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Statistics of a length bucket, a class, a tenant, or all requests.
 
-    `attainment`: share of requests in time, without censored ones; `work_in_time`: the same share
-    of their offered seconds. `kept`: share of promises kept. `tpot_missed`: requests whose tokens
-    came more slowly than their TPOT target. `goodput_per_s`: requests per second that met TTFT and
-    TPOT. `longest_wait`: the longest wait for a first token, in multiples of the deadline;
-    `most_overdue_s`: the longest wait beyond the deadline. Neither counts refusals.
+    `attainment`: share of requests in time, without censored and departed ones; `work_in_time`: the
+    same share of their offered seconds. `kept`: share of promises kept. `tpot_missed`: requests
+    whose tokens came more slowly than their TPOT target. `goodput_per_s`: requests per second that
+    met TTFT and TPOT. `longest_wait`: the longest wait for a first token, in multiples of the
+    deadline; `most_overdue_s`: the longest wait beyond the deadline. Neither counts refusals or
+    departures.
     """
 
     name: str
@@ -114,6 +132,7 @@ class ReportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     promises_broken: int
     tpot_missed: int
     censored: int
+    departed: int = 0
     attainment: float
     work_in_time: float
     kept: float
@@ -198,6 +217,8 @@ def table(report: Report) -> str:
     if report.offered is not None:
         stated = "" if report.stated is None else f" ({report.stated:.2f} stated)"
         facts.append(f"offered load {report.offered:.2f}{stated}")
+    if report.total.departed:
+        facts.append(f"left before a token was due: {report.total.departed}")
     if report.refusals:
         counts = ", ".join(f"{count} {code}" for code, count in report.refusals.items())
         facts.append(f"refused: {counts}")
@@ -223,17 +244,19 @@ def _section(name: str, records: Sequence[RequestRecord], end_s: float) -> Repor
         record
         for record in records
         if record.first_token_s is None
+        and record.left_s is None
         and not record.refused
         and record.arrival_s + record.ttft_deadline_s >= end_s
     ]
     promised = [record for record in records if record.promised]
-    out = {record.id for record in censored}
+    departed = [record for record in records if record.departed]
+    out = {record.id for record in (*censored, *departed)}
     overdue_s = [record.waited_s(end_s) - record.ttft_deadline_s for record in records]
     broken = sum(not record.in_time for record in promised if record.id not in out)
     judged = sum(record.id not in out for record in promised)
     in_time = sum(record.in_time for record in records)
     good = sum(record.good for record in records)
-    decided = len(records) - len(censored)
+    decided = len(records) - len(out)
     in_time_s = sum(record.offered_s for record in records if record.in_time)
     decided_s = sum(record.offered_s for record in records if record.id not in out)
     return ReportSection(
@@ -246,6 +269,7 @@ def _section(name: str, records: Sequence[RequestRecord], end_s: float) -> Repor
         promises_broken=broken,
         tpot_missed=sum(record.tpot_missed for record in records),
         censored=len(censored),
+        departed=len(departed),
         attainment=in_time / decided if decided else 1.0,
         work_in_time=in_time_s / decided_s if decided_s else 1.0,
         kept=1.0 - broken / judged if judged else 1.0,

@@ -120,7 +120,7 @@ class SimulatedFleet:
         self.refused: list[RequestRecord] = []
         self._refused_ids: set[str] = set()
         self.held: list[SimulatedRequest] = []
-        self.cancelled: list[SimulatedRequest] = []  # while they were queued
+        self.left: list[tuple[SimulatedRequest, float]] = []  # while they were queued, and when
         self.hand_overs: list[tuple[float, str, str]] = []  # (time, request, replica)
         self._demand = DemandWindow()
         self._left: list[SimReplica] = []
@@ -300,11 +300,13 @@ class SimulatedFleet:
         if id in self._refused_ids:
             return
         now = self.loop.now
+        self.left += [(item, now) for item in self.held if item.request.id == id]
+        self.held = [item for item in self.held if item.request.id != id]
         for dispatcher in self.dispatchers.values():
             item = dispatcher.get(id)
             if item is not None:
                 dispatcher.drop(id, None, now)
-                self.cancelled.append(item)
+                self.left.append((item, now))
         for link in self.links.values():
             if link.replica.serves(id):
                 link.replica.abort(id)
@@ -398,26 +400,37 @@ class SimulatedFleet:
         A promise that was given stays one, even if the queue relegated the request later.
         """
         items = [dispatcher.items() for dispatcher in self.dispatchers.values()]
-        unfinished = [*itertools.chain(*items), *self.held, *self.cancelled]
+        unfinished = [*itertools.chain(*items), *self.held]
         replicas = [*self._left, *self.replicas.values()]
         served = [record for replica in replicas for record in replica.records()]
-        records = [*served, *(self._unserved(item, "") for item in unfinished), *self.refused]
+        left = [self._unserved(item, "", left_s) for item, left_s in self.left]
+        queued = [self._unserved(item, "") for item in unfinished]
+        records = [*served, *queued, *left, *self.refused]
         return [
             msgspec.structs.replace(record, promised=True) if record.id in self._late else record
             for record in records
         ]
 
     def _count_ended(self, link: SimulatedLink) -> None:
-        """Count the requests that ended since the last call, by whether they met their SLO."""
+        """Count the requests that ended since the last call, by whether they met their SLO.
+
+        Those whose client left are neither.
+        """
         over = link.replica.over[link.counted :]
         link.counted += len(over)
         for live in over:
             idle_tpot_s = self._idle_tpot_s(live.request)
-            good = link.replica.record(live).good
-            self._demand.over(MODEL, live.request, good, self.loop.now, idle_tpot_s)
+            record = link.replica.record(live)
+            if record.left_s is None:
+                self._demand.over(MODEL, live.request, record.good, self.loop.now, idle_tpot_s)
 
-    def _unserved(self, item: SimulatedRequest, code: str) -> RequestRecord:
-        """The record of a request that no replica has; `code`: of its refusal."""
+    def _unserved(
+        self, item: SimulatedRequest, code: str, left_s: float | None = None
+    ) -> RequestRecord:
+        """The record of a request that no replica has.
+
+        `code`: of its refusal; `left_s`: when its client left.
+        """
         request = item.request
         cached = item.dispatcher.cached_tokens(item.page_names, request.prompt_tokens)
         return RequestRecord(
@@ -430,6 +443,7 @@ class SimulatedFleet:
             work_s=request.work_s,
             promised=bool(request.promised),
             refused=code,
+            left_s=left_s,
             slo_class=request.slo_class,
             tenant=request.tenant,
         )
