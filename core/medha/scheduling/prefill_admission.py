@@ -481,7 +481,10 @@ class DecodeAccount:
         queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
 
     def promise_part(self, now: float) -> float:
-        """Return the part of the capacity that a new promise reckons with at least."""
+        """Return the part of the capacity that a new promise reckons with at least.
+
+        Prompts that have just started count, too: several may come between two batches.
+        """
         if math.isinf(self.tpot_s):  # nothing has ever decoded
             return 0.0
         running, peak = self._part(self._fullest_s()), self._part(self._recent_peak_s(now))

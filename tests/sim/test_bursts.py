@@ -1,0 +1,131 @@
+"""Promises of a router when requests come at once, mostly to pipelines, with exact predictions."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.config import Scheduling
+from medha.predictor import Predictor
+from medha.profile import SHIPPED
+from medha.request import Slo, SloClass
+from medha.scheduling.scheduler import Scheduler
+from medha.sim.loop import ARRIVE, Loop
+from medha.sim.pipeline_clock import PipelineClock
+from medha.sim.replica import SimReplica
+from medha.sim.report import RequestRecord
+from medha.sim.scenario import LLAMA_3_8B
+from medha.sim.virtual_fleet import SimulatedFleet
+from medha.sim.workload import BLOCK_TOKENS, Arrival
+from medha.topology import Topology
+
+IDLE_S = 5.0
+
+# (arrival, prompt tokens, output tokens, number of the history that the prompt begins with or -1)
+Wish = tuple[float, int, int, int]
+
+
+def blocks(history: int, tokens: int) -> tuple[int, ...]:
+    return tuple(10_000 * (history + 1) + block for block in range(tokens // BLOCK_TOKENS))
+
+
+def served(
+    profile: str,
+    layout: Topology,
+    tpot_s: float,
+    wishes: Sequence[Wish],
+    histories: Sequence[int] = (),
+    deadlines_s: dict[str, float] | None = None,
+    when_infeasible: str = "refuse",
+) -> list[RequestRecord]:
+    """Serve requests on one replica that is idle and has the histories in its cache."""
+
+    def predictor() -> Predictor:
+        return Predictor(SHIPPED[profile], LLAMA_3_8B, layout)
+
+    loop, plan_settings = Loop(), Scheduling(max_running=1024)
+    slo_class = SloClass(slo=Slo(tpot_s=tpot_s), when_infeasible=when_infeasible)
+    classes = (slo_class,)
+    plan = Scheduler(layout, LLAMA_3_8B, predictor(), plan_settings, 60_000, 64, 1 << 20, classes)
+    replica = SimReplica("r", plan, PipelineClock(predictor(), 64, plan.layout), loop)
+    long_s = {f"history-{number}": 1e6 for number in range(len(histories))}
+    due_s = {**(deadlines_s or {}), **long_s}
+    fleet = SimulatedFleet([replica], loop, classes, plan_settings, 64, 1 << 20, due_s)
+    for number, tokens in enumerate(histories):
+        first = Arrival(
+            id=f"history-{number}",
+            arrival_s=loop.now,
+            prompt_tokens=tokens,
+            blocks=blocks(number, tokens),
+        )
+        loop.at(first.arrival_s, ARRIVE, functools.partial(fleet.arrive, first))
+        loop.run(most_events=200_000)
+    begin_s = loop.now + IDLE_S
+    for number, (arrival_s, prompt, output, history) in enumerate(wishes):
+        arrival = Arrival(
+            id=f"r{number}",
+            arrival_s=begin_s + arrival_s,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            blocks=blocks(history, min(prompt, histories[history])) if history >= 0 else (),
+        )
+        loop.at(arrival.arrival_s, ARRIVE, functools.partial(fleet.arrive, arrival))
+    loop.run(most_events=2_000_000)
+    return [record for record in fleet.records() if record.id.startswith("r")]
+
+
+def late(records: Sequence[RequestRecord]) -> dict[str, float]:
+    """By how much promises were broken."""
+    return {
+        record.id: (record.ttft_s or float("inf")) - record.ttft_deadline_s
+        for record in records
+        if record.promised and not record.in_time
+    }
+
+
+def test_prompts_that_come_at_once_count_the_answers_of_those_before() -> None:
+    # No batch ends between the arrivals. With an answer at 218,000 tokens in every third batch,
+    # 2,190 tokens at that depth take half as long again.
+    wishes = [(0.0, 218_924, 200, 0), (0.0, 257_145, 1, -1), (0.0, 221_113, 1, 0)]
+    records = served("a100", Topology(tp=1, spp=3), 0.05, wishes, [218_923])
+    assert late(records) == {}
+    assert next(record for record in records if record.id == "r0").promised
+
+
+def burst(seed: int) -> tuple[list[Wish], list[int]]:
+    """Up to twelve prompts at once or within a second, some on histories."""
+    draw = random.Random(seed)
+    histories = [int(2 ** draw.uniform(12, 18)) for _ in range(2)]
+    low, high = draw.choice([(7, 12), (9, 15.5), (12, 17), (10, 19.9)])
+    wishes = []
+    for _ in range(draw.randint(2, 12)):
+        prompt, history = int(2 ** draw.uniform(low, high)), -1
+        if draw.random() < 0.3:
+            history = draw.randrange(2)
+            prompt = histories[history] + draw.choice([1, min(prompt, 5000)])
+        output = draw.choice([1, 2, 20, 200, 2000])
+        wishes.append((draw.choice([0.0, draw.uniform(0.0, 1.0)]), prompt, output, history))
+    return sorted(wishes), histories
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    profile=st.sampled_from(["a100", "h100"]),
+    tp=st.sampled_from([2, 4, 8]),
+    spp=st.integers(1, 4),
+    kvp=st.integers(1, 2),
+    tpot_s=st.sampled_from([0.05, 0.1, 0.3]),
+)
+@settings(max_examples=20)
+def test_no_promise_is_broken_with_exact_predictions(
+    seed: int, profile: str, tp: int, spp: int, kvp: int, tpot_s: float
+) -> None:
+    layout = Topology(tp=tp, spp=spp, kvp_min=kvp, kvp_max=kvp)
+    wishes, histories = burst(seed)
+    records = served(profile, layout, tpot_s, wishes, histories)
+    assert late(records) == {}
+    assert all(record.finished_s is not None or record.refused for record in records)
