@@ -16,7 +16,7 @@ from medha.scheduling.feasibility import (
     select_victims,
 )
 from medha.scheduling.policies import relative_slack, yielded
-from medha.testing import Driven, request, scheduler
+from medha.testing import Driven, request, scheduler, topology
 
 JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9).map(
     sorted
@@ -120,3 +120,26 @@ def test_a_short_prompt_starts_though_a_long_one_ran_ahead_of_a_promise() -> Non
     driven.run(60.0)
     assert driven.admitted["promised"].promised and not driven.admitted["long"].promised
     assert driven.in_time("promised") and driven.in_time("short")
+
+
+@pytest.mark.parametrize("spp", [2, 4])
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.45])
+def test_batches_ahead_of_a_tight_promise_are_shorter(spp: int, part: float) -> None:
+    """A router leaves a promise half a batch less than batches of 0.1 s take in the stages.
+
+    With batches of 0.1 s the second prompt is late by `part` of one.
+    """
+    driven = Driven(scheduler(topology(spp=spp)))
+    due_s = 0.21 + 0.1 * (spp - 1 - part)
+    for name, tokens in (("first", 1500 * spp), ("second", 600 * spp)):  # 0.21 s in each stage
+        driven.submit([request(name, tokens, within_s=due_s, promised=True)])
+    driven.run()
+    assert driven.in_time("first") and driven.in_time("second")
+    assert max(batch.predicted_s for _, batch in driven.batches) <= 0.1 - 0.1 * part / (spp - 1)
+
+
+def test_a_promise_that_is_lost_anyway_shortens_batches_no_further() -> None:
+    driven = Driven(scheduler(topology(spp=2)))
+    driven.submit([request("lost", 10_000, within_s=0.3, promised=True)])
+    driven.run()
+    assert max(batch.predicted_s for _, batch in driven.batches) >= 0.048

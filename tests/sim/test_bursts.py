@@ -87,6 +87,16 @@ def late(records: Sequence[RequestRecord]) -> dict[str, float]:
     }
 
 
+def test_a_promise_waits_for_the_batches_in_flight_in_every_stage() -> None:
+    # The short prompt comes when two batches of 0.1 s fill both stages: it cannot have 0.1 s.
+    wishes = [(0.0, 43_847, 1, -1), (0.2897, 2002, 1, -1)]
+    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={"r1": 0.1})
+    assert late(records) == {}
+    assert [record.id for record in records if record.promised] == ["r0"]
+    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={"r1": 0.15})
+    assert late(records) == {} and all(record.promised for record in records)
+
+
 def test_prompts_that_come_at_once_count_the_answers_of_those_before() -> None:
     # No batch ends between the arrivals. With an answer at 218,000 tokens in every third batch,
     # 2,190 tokens at that depth take half as long again.

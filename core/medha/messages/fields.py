@@ -76,10 +76,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `margins`: by running group, (due in s, seconds of work that still fit before it) of promised
     requests by deadline; `due in` may be negative. One list stands for all groups. `lead_s`: for
-    each list, seconds until its group starts another batch. `pending_bands`: (relative slack up to,
-    seconds of prefill work). `relegated_s`: work without a promise. `free_pages`, `total_pages`: by
-    group, -1 for a group that does not run. `claimable_pages`: pages of groups that may still be
-    added. `free_places`: sequences that may still start.
+    each list, seconds until a newcomer waits for no batch in flight. `pending_bands`: (relative
+    slack up to, seconds of prefill work). `relegated_s`: work without a promise. `free_pages`,
+    `total_pages`: by group, -1 for a group that does not run. `claimable_pages`: pages of groups
+    that may still be added. `free_places`: sequences that may still start.
     `share`: share of time for promised prefills, less that of relegated ones. `budget_s`: time
     budget of a batch while decodes run, `decode_capacity_s` the part of it that they may take,
     `decode_room_s` what is free of that. `decode_parts`: (due in up to s, part of the capacity that

@@ -228,6 +228,8 @@ class BatchBuilder:
             self.promises.update(group, now, error)
             draft.waits[group] = self.waiting[group].ready_count > 0
         if True in draft.waits.values():
+            if self.spp > 1:
+                self._hurry(draft)
             self._fill(draft, now)
             if not draft.chunks:
                 alone = limit_s >= budget_s and not self.running.in_groups(group_set)
@@ -243,6 +245,17 @@ class BatchBuilder:
                 load.add_decodes(len(decodes), decodes.keys[group], len(groups))
                 most_s = max(most_s, self.spp * load.seconds())
         return most_s
+
+    def _hurry(self, draft: BatchDraft) -> None:
+        """Shorten a batch in a pipeline that a promise behind it would wait for too long.
+
+        Routers leave a promise `least_drain_s` behind stage 0; the longest batches take `drain_s`.
+        """
+        promises = self.promises
+        least_s = min([self.waiting[group].rows.least_promised_s for group in draft.group_set])
+        if least_s < 0.0:
+            drain_s = max(promises.drain_s + least_s, promises.least_drain_s)
+            draft.target_s = min(draft.target_s, drain_s / (self.spp - 1))
 
     # --- decodes ----------------------------------------------------------------------------------
 

@@ -114,15 +114,20 @@ def _counts(state: SchedulerState, sums: dict[int, WorkSums]) -> tuple[int, int]
 def _all_margins(
     state: SchedulerState, account: DecodeAccount, running: list[int], now: float
 ) -> tuple[tuple[GroupMargins, ...], tuple[float, ...]]:
-    """Return the margins of each group, and the seconds until it starts another batch."""
+    """Return the margins of each group, and the seconds until a newcomer waits for no batch.
+
+    It leaves at least `least_drain_s` for what is behind stage 0.
+    """
     lead_s = [state.in_flight.lead_s(group, now, account.budget_s) for group in running]
+    drain_s = state.promises.least_drain_s
+    clear_s = [state.in_flight.clear_s(group, now, drain_s) for group in running]
     margins = [
         _margins(state, account, group, group_lead_s, now, MARGINS // len(running))
         for group, group_lead_s in zip(running, lead_s, strict=True)
     ]
     if len(running) > 1 and _promises_span(state):
-        return (_least_margins(margins),), (max(lead_s),)
-    return tuple(tuple(zip(*group, strict=True)) for group in margins), tuple(lead_s)
+        return (_least_margins(margins),), (max(clear_s),)
+    return tuple(tuple(zip(*group, strict=True)) for group in margins), tuple(clear_s)
 
 
 def _promises_span(state: SchedulerState) -> bool:

@@ -167,8 +167,9 @@ class BucketLossCap:
 class PromiseSet:
     """Promises over the waiting prefills of every group.
 
-    `drain_s`: upper bound of what a chunk still needs behind stage 0. `overhead_s`: cost of a batch
-    that holds next to nothing. `decoding_s`: what decodes take of a batch, per group.
+    `drain_s`: upper bound of what a chunk still needs behind stage 0; `least_drain_s`: what routers
+    leave for it at least, and batches keep to where it matters. `overhead_s`: cost of a batch that
+    holds next to nothing. `decoding_s`: what decodes take of a batch, per group.
     `relegated_credit_s`: time owed to the relegated, per group; `payable_s`: how much of it the
     batch that was ordered last can bear; `lacking_s`: time owed if what they got in the gaps of
     others counts, too. `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a
@@ -189,6 +190,7 @@ class PromiseSet:
         self.waiting = groups.running
         self.longest_s = settings.fixed_s if settings.budget == "fixed" else settings.max_batch_s
         self.drain_s = (spp - 1) * self.longest_s
+        self.least_drain_s = max(0.0, self.drain_s - 0.5 * self.longest_s)
         self.overhead_s = _overhead_s(predictor)
         self.promising = groups.ranked
         self.gives = self.promising and settings.commit

@@ -377,12 +377,16 @@ class InFlightBatches:
 
         A longer batch ahead holds them up in the later stages.
         """
+        return self.clear_s(group, now, (self.spp - 1) * batch_s)
+
+    def clear_s(self, group: int, now: float, drain_s: float) -> float:
+        """Return the seconds until a batch that takes `drain_s` behind stage 0 waits for none."""
         free_s = self.free_in_s(group, now)
         numbers = self.numbers_by_group.get(group, ())
         if self.spp == 1 or not numbers:
             return free_s
         end_s = self.by_number[numbers[-1]].ends_s[-1]
-        return max(free_s, end_s - now - (self.spp - 1) * batch_s)
+        return max(free_s, end_s - now - drain_s)
 
     def oldest(self, group: int) -> int | None:
         """Return the number of the oldest batch in flight on `group`."""
