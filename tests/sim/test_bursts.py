@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,29 @@ def test_prompts_that_come_at_once_count_the_answers_of_those_before() -> None:
     records = served("a100", Topology(tp=1, spp=3), 0.05, wishes, [218_923])
     assert late(records) == {}
     assert next(record for record in records if record.id == "r0").promised
+
+
+def test_the_first_answer_of_a_replica_takes_no_time_from_earlier_promises() -> None:
+    # From then on promises count on batches as short as answers make them.
+    wishes = [
+        (0.0, 31_769, 1, -1),
+        (0.0, 98_800, 1, -1),
+        (0.0, 71_049, 1, -1),
+        (0.0, 28_405, 2, -1),
+    ]
+    records = served("a100", Topology(tp=4, spp=3, kvp_min=2, kvp_max=2), 0.02, wishes)
+    assert late(records) == {}
+
+
+@pytest.mark.parametrize("kvp", [1, 2])
+def test_batches_are_short_before_an_answer_begins(kvp: int) -> None:
+    # Batches of 0.1 s ahead of the second token would hold stage 0 up, three times.
+    layout = Topology(tp=1, spp=4, kvp_min=kvp, kvp_max=kvp)
+    wishes = [(0.0, 65_525, 1, -1), (0.0, 59_521, 54, 0), (0.0, 16_086, 1, -1)]
+    wishes += [(0.0148, 109_902, 49, 1)]
+    records = served("h100", layout, 0.075, wishes, [54_521, 108_813], when_infeasible="relegate")
+    assert late(records) == {}
+    assert any(record.promised for record in records)
 
 
 def burst(seed: int) -> tuple[list[Wish], list[int]]:

@@ -426,7 +426,7 @@ class ReplicaEstimate:
         """Return what an answer takes from prefills alongside decodes that take `part`.
 
         Its TPOT may shorten the batches, and of each its decode takes `own_s`. A token passes all
-        stages.
+        stages. From the first answer of a replica on, promises count on batches as short.
         """
         load, spp = self.load, self.predictor.topology.spp
         if not own_s:
@@ -441,7 +441,10 @@ class ReplicaEstimate:
         left_s = max(rest_s - own_s, LEAST_REST * rest_s)
         longer = self._longer(budget_s) * rest_s / left_s
         part = ANSWER_GUARD * (longer - 1.0)
-        return AnswerTime(part, first_s, (request.max_output_tokens - 1) * spp * budget_s)
+        lasts_s = (request.max_output_tokens - 1) * spp * budget_s
+        if not load.decode_capacity_s:  # nothing has decoded yet
+            lasts_s = math.inf
+        return AnswerTime(part, first_s, lasts_s)
 
     def _longer(self, budget_s: float) -> float:
         """Return by which factor a long prefill takes longer in batches of that budget."""

@@ -200,10 +200,10 @@ class BatchBuilder:
         `slack`: the smallest of credit and TPOT over every running decode, divided by the stages
         that a token passes; at least `RECOVERY` of the TPOT. `max_batch_s` bounds it, and so the
         time that an arrival waits for the next decision. In a pipeline batches alongside decodes
-        wait for longer ones ahead of them: while decodes come and go, `LONGER` times what promises
-        count on is the bound.
+        wait for longer ones ahead of them: while decodes come and go, or one is to come, `LONGER`
+        times what promises count on is the bound.
         """
-        settings = self.settings
+        settings, account = self.settings, self.admission.account
         if settings.budget == "fixed":
             return settings.fixed_s
         if settings.budget == "tokens":
@@ -214,8 +214,8 @@ class BatchBuilder:
             credit_s = max(credit_s * (1.0 - settings.tbt_guard), RECOVERY * tpot_s)
             least_s = min(credit_s, tpot_s) / self.spp
             self.decoded_s = now
-        elif self.spp > 1 and now - self.decoded_s < QUIET_S:
-            least_s = LONGER * self.admission.account.budget_s
+        elif self.spp > 1 and (now - self.decoded_s < QUIET_S or account.answers_come()):
+            least_s = LONGER * account.budget_s
         return min(max(least_s, settings.min_batch_s), settings.max_batch_s)
 
     def build(

@@ -104,6 +104,19 @@ class DecodeAccount:
         """Return the number of decodes that are counted."""
         return len(self._counted) + len(self._coming) + len(self._held)
 
+    def answers_come(self) -> bool:
+        """Return whether a counted answer is to begin while another prompt waits."""
+        count = self.counted_count()
+        if not count:
+            return False
+        first: Sequence | None = None
+        for queue in self.waiting.values():
+            for sequence in queue.sequences[:2]:
+                if first is not None and sequence is not first:
+                    return True
+                first = sequence
+        return first is not None and count > self._is_counted(first.number)
+
     def join(self, group: int) -> None:
         self.decodes[group] = Decodes()
 
@@ -122,8 +135,7 @@ class DecodeAccount:
 
     def count(self, sequence: Sequence, now: float) -> None:
         """Count the decode of a prompt that has started."""
-        number = sequence.number
-        if number in self._counted or number in self._coming or number in self._held:
+        if self._is_counted(sequence.number):
             return
         cost_s = self.cost_s(sequence)
         if not cost_s:
@@ -133,6 +145,9 @@ class DecodeAccount:
         else:
             self._run(sequence, cost_s, now)
         self._changed = True
+
+    def _is_counted(self, number: int) -> bool:
+        return number in self._counted or number in self._coming or number in self._held
 
     def begin(self, sequence: Sequence, now: float) -> None:
         """The sequence decodes from now on."""
