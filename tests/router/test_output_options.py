@@ -63,11 +63,29 @@ def test_a_prompt_may_end_after_its_last_message(served: Running, byte_level_jso
         ("Sure", "<user>Sure</s><assistant>Sure"),
         (" \nSure, \n", "<user>Sure</s><assistant>Sure,"),
         (["one", "two"], "<user>Sure</s><assistant>one\ntwo"),
+        ("s", "<user>Sure</s><assistant>s"),
+        ("<", "<user>Sure</s><assistant><"),
     ],
 )
 def test_a_continued_prompt_ends_with_the_text_as_it_is_printed(content: Any, text: str) -> None:
     messages = [{"role": "user", "content": "Sure"}, {"role": "assistant", "content": content}]
     assert ChatTemplate(TEMPLATE, b"").render(messages, ending="continued") == text
+
+
+@pytest.mark.parametrize(
+    ("printed", "text"),
+    [
+        ("m.content", " a \n\n"),
+        ("' ' + m.content | trim + ' '", " a"),
+        ("m.content.strip('\\n')", " a "),
+        ("m.content + '|' + m.content", " a \n\n| a \n\n"),
+        ("m.content.split('</think>')[-1]", " a \n\n"),
+    ],
+)
+def test_a_continued_prompt_has_the_white_space_of_the_template(printed: str, text: str) -> None:
+    template = "{% for m in messages %}{{ " + printed + " }}</s>{% endfor %}"
+    messages = [{"role": "assistant", "content": " a \n\n"}]
+    assert ChatTemplate(template.encode(), b"").render(messages, ending="continued") == text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +99,9 @@ def test_a_continued_prompt_ends_with_the_text_as_it_is_printed(content: Any, te
     ],
 )
 def test_what_a_template_does_not_print_is_not_continued(last: dict[str, Any]) -> None:
-    template = b"{% for m in messages %}{% if m.content != 'hidden' %}{{ m.content }}{% endif %}."
+    template = (
+        b"{% for m in messages %}{% if 'hidden' not in m.content %}{{ m.content }}{% endif %}."
+    )
     messages = [{"role": "user", "content": "ask"}, {"role": "assistant", **last}]
     with pytest.raises(RequestError, match="the last message is to be continued"):
         ChatTemplate(template + b"{% endfor %}", b"").render(messages, ending="continued")

@@ -38,6 +38,8 @@ REFUSED = (
 NAMES = ("default", "tool_use")
 PROBE = ("first part", "second part")
 PROBE_ID = "probe1234"
+CONTINUED, CONTINUED_SPACE = "\ue000continued\ue001", "\u2003\n"
+"""End of a content that is to be continued, and white space that a template may strip."""
 _USER = {"role": "user", "content": "any question"}
 _CITY = {"city": {"type": "string", "description": "Name of a city"}}
 _TOOL: dict[str, Any] = {
@@ -104,6 +106,8 @@ class ChatTemplate:
                 param="messages",
             )
         offered = msgspec.json.decode(tools) if tools else None
+        if ending == "continued":
+            messages = [*messages[:-1], _marked(messages[-1])]
         names = template.names(messages, ending == "reply", offered)
         further = _further_values(values, names) if values else {}
         try:
@@ -114,7 +118,7 @@ class ChatTemplate:
                 code="invalid_value",
                 param="messages",
             ) from None
-        return _cut(text, messages[-1]) if ending == "continued" else text
+        return _cut(text) if ending == "continued" else text
 
     def _of(self, tools: bool) -> _Template | None:
         default = self._templates.get("default")
@@ -287,22 +291,39 @@ def _in_text(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def _cut(text: str, last: dict[str, Any]) -> str:
-    """Return a prompt up to the end of its last message's content; raises RequestError."""
+def _marked(last: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with a mark at the end of its content; raises RequestError.
+
+    To search for the content would find it in what the template prints after it, too: `end` stands
+    in `<|im_end|>`.
+    """
     content = last["content"]
     parts = [content] if isinstance(content, str) else content
-    written = parts[-1] if parts else ""
-    start = text.rfind(written.strip()) if written.strip() else -1
-    if start < 0 or last.get("tool_calls"):
-        raise RequestError(
-            "the last message is to be continued: it must have a text, which the chat template "
-            "prints, and no calls; give one, or begin a new message",
-            code="invalid_value",
-            param="messages",
-        )
-    whole = written.lstrip()
-    end = len(whole if text.startswith(whole, start) else written.strip())
-    return text[: start + end]
+    if not parts or not parts[-1].strip() or last.get("tool_calls"):
+        raise _not_continued()
+    marked = parts[-1] + CONTINUED + CONTINUED_SPACE
+    return last | {"content": marked if isinstance(content, str) else [*parts[:-1], marked]}
+
+
+def _cut(text: str) -> str:
+    """Return a prompt up to the mark; without white space if the template strips a content."""
+    written, mark, rest = text.rpartition(CONTINUED)
+    if not mark:
+        raise _not_continued()
+    for printed in (CONTINUED + CONTINUED_SPACE, CONTINUED):  # of a content that stands twice
+        written = written.replace(printed, "")
+    if rest.startswith(CONTINUED_SPACE):
+        return written
+    return written.rstrip("\n" if rest.startswith(CONTINUED_SPACE[0]) else None)
+
+
+def _not_continued() -> RequestError:
+    return RequestError(
+        "the last message is to be continued: it must have a text, which the chat template "
+        "prints, and no calls; give one, or begin a new message",
+        code="invalid_value",
+        param="messages",
+    )
 
 
 def _further_values(raw: bytes, taken: Mapping[str, object]) -> dict[str, Any]:
