@@ -21,6 +21,7 @@ from medha_router.tokenization.pool import TokenizerPool
 
 CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+F = b'[{"type": "function", "function": {"name": "f"}}]'
 THOUGHT = "<think>\nDays, or\n\nhours?\n</think>\n\nTwo days."
 HIDDEN = {"extra_body": {"include_reasoning": False}}
 # As DeepSeek-R1's: the prompt begins the thinking. The mark ! ends what the model says.
@@ -52,6 +53,7 @@ def parsed(parts: list[str], thinking: Thinking, **options: Any) -> tuple[str, s
         ("possible", " Hi <think>x</think>", ("", " Hi <think>x</think>", 0)),
         ("possible", "<think>cut </th", ("cut </th", "", 0)),
         ("begun", "cut\n", ("cut", "", 0)),
+        ("begun", "cut\n\n</th", ("cut\n\n</th", "", 0)),
         ("begun", "", ("", "", 0)),
         ("possible", "<thi", ("", "<thi", 0)),
         ("possible", f"<think>I call {CALL}</think>Now: {CALL}", (f"I call {CALL}", "Now: ", 1)),
@@ -64,6 +66,47 @@ def test_thinking_stands_apart(
 ) -> None:
     assert parsed([text], thinking) == parsed(list(text), thinking) == expected
     assert parsed(list(text), thinking, shown=False) == ("", *expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}'),
+        ("qwen3_coder", "<tool_call><function=f></function></tool_call>"),
+        ("qwen3_coder", "<function=f></function>"),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        ),
+        ("mistral", "[TOOL_CALLS]f{}"),
+    ],
+)
+def test_calls_at_the_end_of_a_thinking_are_read_in_linear_time(form: Any, call: str) -> None:
+    count = 300
+
+    class Names(frozenset[str]):
+        looked_up = 0
+
+        def __contains__(self, name: object) -> bool:
+            Names.looked_up += 1
+            return super().__contains__(name)
+
+    for parallel in (True, False):
+        Names.looked_up = 0
+        parser = ToolCallParser(form, Tools(raw=F, names=Names({"f"}), parallel=parallel))
+        pieces = parser.end_with("I call\n" + call * count)
+        numbers = list(range(count if parallel else 1))
+        assert [piece.call for piece in pieces if piece.name] == numbers
+        assert parser.calls == count and Names.looked_up < 4 * count
+
+
+def test_line_breaks_of_a_thinking_are_not_searched_again_and_again() -> None:
+    parser, longest = OutputParser("begun"), 0
+    pieces = []
+    for part in ("a", *["\n"] * 999, "b"):
+        pieces += parser.push(part)
+        longest = max(longest, len(parser._text))
+    assert "".join(piece.text for piece in pieces) == "a" + "\n" * 999 + "b" and longest == 0
 
 
 PIECES = ["<think>", "</think>", "\n", " ", "a", "<", "</th", "é", "<tool_call>"]

@@ -44,6 +44,7 @@ class OutputParser:
         self._text = ""
         self._thoughts = ""  # their end
         self._skips = False  # line breaks that come next
+        self._breaks = 0  # line breaks that stand before `_text`, unless the thinking ends there
 
     @property
     def plain(self) -> bool:
@@ -71,7 +72,7 @@ class OutputParser:
             self._state = "content"
             parts = self._content()
         elif text := self._text.strip("\n"):
-            parts = self._thought(text)
+            parts = self._thought("\n" * self._breaks + text)
         if thinking and finish == "stop" and self._calls is not None:
             return parts + self._calls.end_with(self._thoughts)
         return parts + (self._calls.end(finish) if self._calls is not None else [])
@@ -91,13 +92,17 @@ class OutputParser:
             self._skips = not self._text
         thought, mark, rest = self._text.partition(ENDS)
         if mark:
-            self._state, self._skips, self._text = "content", True, rest
+            self._state, self._skips = "content", True
         else:
             thought = thought[: len(thought) - overlap(thought, ENDS)]
-        thought = thought.rstrip("\n")
-        if not mark:
-            self._text = self._text[len(thought) :]
-        return self._thought(thought)
+            rest = self._text[len(thought) :]
+        self._text = rest
+        text = thought.rstrip("\n")
+        breaks, self._breaks = self._breaks, len(thought) - len(text)
+        if text:
+            return self._thought("\n" * breaks + text)
+        self._breaks += breaks
+        return []
 
     def _thought(self, text: str) -> list[TextPart]:
         if self._calls is not None:

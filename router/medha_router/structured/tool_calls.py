@@ -59,6 +59,8 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 SKIPPED = {"hermes": "}", "llama3": ";", "mistral": ",]", "deepseek": "`", "array": "[,]"}
 """What may stand after the object of a call; models of Hermes' form close one too many."""
 MAX_HEAD_CHARS = 4096
+NEAR_CHARS = 64
+"""Characters in which another mark may stand before a mark."""
 
 
 def format_of(template: str) -> Format | None:
@@ -128,14 +130,29 @@ class ToolCallParser:
 
     def end_with(self, text: str) -> list[TextPart]:
         """Return the calls with which a text ends that is no content, if it ends with calls."""
-        begins, calls, at = BEGINS.get(self._form, ()), list[TextPart](), len(text)
+        begins, calls = BEGINS.get(self._form, ()), list[list[TextPart]]()
+        at = end = len(text)
         while (at := max((text.rfind(begin, 0, at) for begin in begins), default=-1)) >= 0:
+            before = text[max(0, at - NEAR_CHARS) : at].rstrip(SPACE)
+            if any(before.endswith(begin) and not text.startswith(begin, at) for begin in begins):
+                continue  # two marks begin one call
             parser = ToolCallParser(self._form, self._tools)
-            parts = parser.push(text[at:]) + parser.end("stop")
+            parser._schemas = self._schemas
+            parts = parser.push(text[at:end]) + parser.end("stop")
+            self._schemas = parser._schemas
             if any(part.call is None and part.text.strip() for part in parts):
                 break
-            calls, self.calls = parts, parser.calls
-        return [part for part in calls if part.call is not None]
+            calls.append(parts)
+            end = at
+        pieces: list[TextPart] = []
+        for parts in reversed(calls):
+            pieces += (
+                msgspec.structs.replace(part, call=self.calls + part.call)
+                for part in parts
+                if part.call is not None
+            )
+            self.calls += len({part.call for part in parts} - {None})
+        return pieces if self._tools.parallel else [piece for piece in pieces if not piece.call]
 
     def _taken(self) -> list[TextPart]:
         """Take the pieces; without parallel calls, the first call counts, as in vLLM."""
