@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import json
 import re
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.conftest import HERMES, Running
 
+from medha_router.dialects.http_response import KEEPALIVE, GenerationResponse
 from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
 from medha_router.structured.tool_calls import ToolCallParser
 from medha_router.structured.tools import Tools
+from medha_router.tokenization.detokenizer import Delta
 from medha_router.tokenization.pool import TokenizerPool
 
 CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
@@ -212,6 +217,51 @@ def test_a_router_may_leave_thinking_in_the_content(running_with: Any) -> None:
     running.open()
     whole, streamed = answers(running, request(THOUGHT))
     assert whole == streamed == ("", THOUGHT, [], "stop")
+
+
+class Unshown(GenerationResponse):
+    """A stream whose deltas show nothing but the last."""
+
+    _whole: Any = None
+
+    async def _opening(self, request: Any) -> bytes:
+        return b"opening;"
+
+    def _events(self, request: Any, deltas: Any) -> tuple[bytes, bool]:
+        ended = deltas[-1][1].finish is not None
+        return (b"end" if ended else b""), ended
+
+
+@pytest.mark.parametrize(("keepalive_s", "count"), [(0.0, 3), (60.0, 0)])
+def test_a_stream_that_shows_no_thinking_is_kept_alive(keepalive_s: float, count: int) -> None:
+    deltas = iter([Delta("a")] * 4 + [Delta("", finish="stop")])
+
+    async def next_deltas(_: float) -> list[tuple[int, Delta]]:
+        return [(0, next(deltas))]
+
+    request: Any = types.SimpleNamespace(
+        next=next_deltas, slo_class=types.SimpleNamespace(name="x"), promise_s=None, predicted_s=0.0
+    )
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    served: Any = types.SimpleNamespace(
+        id="1", params=None, begin=None, cancel=None, held=None, keepalive_s=keepalive_s
+    )
+    asyncio.run(Unshown(served)._stream(request, send))
+    assert [part for part in sent if part] == [b"opening;", *[KEEPALIVE] * count, b"end"]
+
+
+def test_the_ids_of_a_thinking_that_is_not_shown_come_with_the_next_chunk(begun: Running) -> None:
+    body = request("A or B?</think>B.", return_token_ids=True, include_reasoning=False)
+    whole = begun.http.post("/v1/chat/completions", json=body).json()["choices"][0]["token_ids"]
+    streamed = begun.http.post("/v1/chat/completions", json=body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line[6:7] == "{"]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == whole
+    assert len(whole) > len("A or B?")
 
 
 def test_thinking_goes_round_in_a_chat(begun: Running) -> None:

@@ -135,6 +135,8 @@ class GenerationResponse(Response, abc.ABC):
     async def _stream(self, request: ClientRequest, send: Send) -> None:
         await asyncio.sleep(0)  # the request is published first
         opening, headers, ended = None, _event_headers(request), False
+        clock = asyncio.get_running_loop().time
+        sent_s = clock()
         while not ended:
             deltas = await request.next(self._keepalive_s)
             if deltas and opening is None:
@@ -145,9 +147,12 @@ class GenerationResponse(Response, abc.ABC):
                 if opening is not None and deltas:
                     events, ended = self._events(request, some)
                     events = opening + events
-                    if not events:
-                        continue
                     opening = b""
+                if not events:  # a thinking that is not shown may take minutes
+                    if clock() - sent_s < self._keepalive_s:
+                        continue
+                    events = KEEPALIVE
+                sent_s = clock()
                 if place:
                     await asyncio.sleep(0)
                 if not self._started:
@@ -209,7 +214,8 @@ class OpenAiResponse(GenerationResponse):
         self._open_generations = 0
         self._echoed: set[int] = set()
         self._prompt_ids: list[msgspec.Raw] = []
-        self._sent_ids: dict[int, int] = {}
+        self._taken_ids: dict[int, int] = {}
+        self._held_ids: dict[int, list[int]] = {}
 
     async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
         count = len(request.generations)
@@ -289,7 +295,7 @@ class OpenAiResponse(GenerationResponse):
                 index, delta, logprobs=logprobs, extra=extra, fields=ids, stop_reason=reason
             )
             if event and ids:
-                self._sent_ids[index] += len(ids["token_ids"])
+                self._held_ids[index] = []
             block.append(event)
         ended = not self._open_generations
         if ended:
@@ -300,8 +306,10 @@ class OpenAiResponse(GenerationResponse):
 
     def _new_ids(self, request: ClientRequest, index: int) -> dict[str, Any]:
         """Return the fields of a choice with the tokens since its last chunk."""
-        begun, sent = index in self._sent_ids, self._sent_ids.setdefault(index, 0)
-        fields: dict[str, Any] = {"token_ids": request.generations[index].output.tokens[sent:]}
+        begun, held = index in self._taken_ids, self._held_ids.setdefault(index, [])
+        held += request.generations[index].output.tokens[self._taken_ids.get(index, 0) :]
+        self._taken_ids[index] = len(request.generations[index].output.tokens)
+        fields: dict[str, Any] = {"token_ids": held}
         if not (begun or self._params.chat):
             fields["prompt_token_ids"] = self._prompt_ids[index // self._params.n]
         return fields
