@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.conftest import HERMES, Running
 
+from medha_router.dialects.answer import AnswerResponse
 from medha_router.dialects.http_response import KEEPALIVE, GenerationResponse
 from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
 from medha_router.structured.tool_calls import ToolCallParser
@@ -252,6 +253,26 @@ def test_a_stream_that_shows_no_thinking_is_kept_alive(keepalive_s: float, count
     )
     asyncio.run(Unshown(served)._stream(request, send))
     assert [part for part in sent if part] == [b"opening;", *[KEEPALIVE] * count, b"end"]
+
+
+def test_an_answer_is_read_by_the_prompt_of_its_first_token() -> None:
+    begun_with: list[int] = []
+
+    def make(_: Any) -> Any:
+        begun_with.append(len(rounds))
+        return types.SimpleNamespace(push=lambda delta: b"", whole=lambda: b"answer")
+
+    rounds: list[list[tuple[int, Delta]]] = [[], [(0, Delta("a"))], [(0, Delta("", finish="stop"))]]
+
+    async def next_deltas(_: float) -> list[tuple[int, Delta]]:
+        return rounds.pop(0)
+
+    request: Any = types.SimpleNamespace(next=next_deltas)
+    served: Any = types.SimpleNamespace(
+        id="1", params=None, begin=None, cancel=None, held=None, keepalive_s=1.0
+    )
+    assert asyncio.run(AnswerResponse(served, make)._whole(request)) == (b"answer",)
+    assert begun_with == [1]
 
 
 def test_the_ids_of_a_thinking_that_is_not_shown_come_with_the_next_chunk(begun: Running) -> None:

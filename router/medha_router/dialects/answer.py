@@ -48,9 +48,10 @@ class AnswerResponse(GenerationResponse):
         self._answer: AnswerWriter | None = None
 
     async def _whole(self, request: ClientRequest) -> Sequence[bytes]:
-        answer, finish = self._make_answer(request), None
-        while finish is None:
+        answer, finish = None, None
+        while answer is None or finish is None:
             for _, delta in await request.next(self._keepalive_s):
+                answer = answer or self._make_answer(request)  # its prompt may change until then
                 answer.push(delta)
                 finish = delta.finish
         return (answer.whole(),)
