@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.router.conftest import HERMES, Running
 
 from medha_router.dialects.answer import AnswerResponse
+from medha_router.dialects.conversation import Conversation
 from medha_router.dialects.http_response import KEEPALIVE, GenerationResponse
 from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
 from medha_router.structured.tool_calls import ToolCallParser
@@ -283,6 +284,17 @@ def test_the_ids_of_a_thinking_that_is_not_shown_come_with_the_next_chunk(begun:
     choices = [choice for event in events for choice in event["choices"]]
     assert [token for choice in choices for token in choice.get("token_ids", [])] == whole
     assert len(whole) > len("A or B?")
+
+
+def test_reasoning_before_a_call_stays_with_its_message() -> None:
+    conversation = Conversation()
+    conversation.add("assistant", "Wait.")
+    conversation.think("A clock helps.")
+    conversation.call("1", "get_time", "{}")
+    conversation.result("1", "9")
+    conversation.add("assistant", "Nine.")
+    first, _, last = json.loads(conversation.raw())
+    assert first["reasoning"] == "A clock helps." and "reasoning" not in last
 
 
 def test_thinking_goes_round_in_a_chat(begun: Running) -> None:

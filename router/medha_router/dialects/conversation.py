@@ -39,8 +39,12 @@ class Conversation:
         """Add a call of a tool to the assistant's message, or begin one."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self.add("assistant", "")
+        message = self._messages[-1]
+        if self._thinking:  # after the text of the message
+            message["reasoning"] = message.get("reasoning", "") + self._thinking
+            self._thinking = ""
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._messages[-1].setdefault("tool_calls", []).append(call)
+        message.setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, content: str | Sequence[str]) -> None:
         """Add the result of a call."""
