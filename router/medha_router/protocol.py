@@ -26,14 +26,13 @@ from medha_router.structured.tools import Tools, read_tools
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
 MAX_SALT_CHARS = 256
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10
-CHAT_LOGPROBS = 20
-COMPLETION_LOGPROBS = 5
+MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_INT64 = (1 << 63) - 1
 INTERNAL_ERROR = "internal error; the request may be tried again"
@@ -56,7 +55,7 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None
-PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None
+PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
@@ -230,7 +229,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     echo: RawJson = msgspec.UNSET
     max_completion_tokens: OutputTokens = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=CHAT_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: RawJson = msgspec.UNSET
     tool_choice: RawJson = msgspec.UNSET
     parallel_tool_calls: bool | None = None
@@ -241,7 +240,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     prompt: msgspec.Raw
     echo: bool | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=COMPLETION_LOGPROBS)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     max_completion_tokens: RawJson = msgspec.UNSET
     top_logprobs: RawJson = msgspec.UNSET
@@ -638,7 +637,16 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    chars = sum(map(len, stops))
+    if chars > MAX_STOPS_CHARS:  # all of them are compared with each token's text
+        raise RequestError(
+            f"stop has {chars} characters in {len(stops)} strings: at most {MAX_STOPS_CHARS} "
+            "together; give fewer or shorter ones",
+            code="invalid_value",
+            param="stop",
+        )
+    return stops
 
 
 def refuse_unsupported(

@@ -28,8 +28,8 @@ from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import (
-    CHAT_LOGPROBS,
     MAX_INT64,
+    MAX_LOGPROBS,
     GenerationParams,
     SloOverride,
     TokenizeParams,
@@ -47,7 +47,7 @@ from medha_router.turns import TURN_S
 MAX_STOP_TOKENS = 64
 MAX_OUTPUTS = 64
 MAX_SCORED_TOKENS = 32_768
-MAX_SCORES = MAX_SCORED_TOKENS * (1 + CHAT_LOGPROBS)
+MAX_SCORES = MAX_SCORED_TOKENS * (1 + MAX_LOGPROBS)
 """Log probabilities of the prompts of a request: about 37 MB of JSON."""
 LEARN_POLL_S = 0.05
 REMEMBERED_SALTS = 4096

@@ -47,7 +47,7 @@ def wrong(response: httpx.Response, status: int) -> dict[str, Any]:
         ("max_completion_tokens", -1),
         ("presence_penalty", 3),
         ("frequency_penalty", -2.1),
-        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ["a"] * 17),
         ("stop", ""),
         ("stop", [1]),
         ("logit_bias", {"x": 1}),
@@ -112,7 +112,7 @@ def test_a_missing_field_is_named(served: Any) -> None:
     [
         ("best_of", 3),
         ("suffix", "x"),
-        ("logprobs", 6),
+        ("logprobs", 21),
         ("prompt", []),
         ("prompt", [[]]),
         ("prompt", ""),
@@ -342,6 +342,17 @@ def test_more_tokens_at_least_than_at_most_are_refused() -> None:
         RequestError, match="min_tokens is 3: must be at most the limit of output tokens, 2"
     ):
         api.read_chat(json.dumps(body).encode())
+
+
+def test_stop_strings_are_counted_and_measured_together(served: Any) -> None:
+    body = {"model": "tiny", "prompt": "say abc", "max_tokens": 4}
+    assert served.http.post("/v1/completions", json={**body, "stop": ["x" * 64] * 16}).is_success
+    for stops in (["x" * 64] * 15 + ["x" * 65], ["x"] * 17):
+        response = served.http.post("/v1/completions", json={**body, "stop": stops})
+        assert wrong(response, 400)["param"] == "stop"
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    response = served.http.post("/v1/messages", json={**chat, "stop_sequences": ["x" * 256] * 5})
+    assert response.json()["error"]["message"].startswith("stop_sequences has 1280 characters")
 
 
 def test_a_compressed_body_is_refused_by_its_coding(served: Any) -> None:

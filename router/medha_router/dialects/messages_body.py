@@ -72,6 +72,7 @@ INSTEAD = {
     "response_format": "output_config.format",
 }
 NAMES = (
+    ("stop", "stop_sequences"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("tool_choice.function", "tool_choice"),
 )

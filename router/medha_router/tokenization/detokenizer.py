@@ -263,12 +263,14 @@ class StopMatcher:
 
     def _tail(self, text: str) -> int:
         """Return the length of the longest tail of `text` that begins a stop string."""
-        longest = 0
+        longest, last = 0, text[-1]
         for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            size = 1 + stop.rfind(last, longest, min(len(stop) - 1, len(text)))
+            while size:
                 if text.endswith(stop[:size]):
                     longest = size
                     break
+                size = 1 + stop.rfind(last, longest, size - 1)
         return longest
 
 
