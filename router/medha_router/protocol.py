@@ -112,6 +112,8 @@ COMPLETION_UNSUPPORTED = UNSUPPORTED | {
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
 # Fields of chats, and what a completion calls them.
+NEUTRAL = {"n": 1, "add_generation_prompt": True}
+"""Values of fields of others, besides false, that change nothing."""
 OF_CHATS = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
@@ -682,8 +684,9 @@ def refuse_fields_of_others(body: Body, instead: Mapping[str, str]) -> None:
         value = getattr(body, field)
         if isinstance(value, msgspec.Raw):
             value = bytes(value) if is_given(value) else None
-        unused = value is None or value is False or isinstance(value, msgspec.UnsetType)
-        if unused or (field, value) == ("n", 1):
+        neutral = NEUTRAL.get(field, False)
+        changes_nothing = type(value) is type(neutral) and value == neutral
+        if value is None or value is msgspec.UNSET or changes_nothing:
             continue
         if not own:
             raise unsupported(field, getattr(body, field))

@@ -37,6 +37,7 @@ from medha_router.protocol import (
 )
 from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
+from medha_router.structured.output_parser import BEGINS, ENDS
 from medha_router.structured.sources import GrammarSource
 from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
@@ -364,7 +365,7 @@ class Service:
                         request=own_request,
                         salt=salt,
                         sampling=sampling,
-                        output=_output_stream(params, version, stop_tokens, prompt),
+                        output=_output_stream(client_request, version, stop_tokens, prompt),
                         version=version.key,
                         idle_tpot_s=idle_tpot_s,
                     )
@@ -393,7 +394,7 @@ class Service:
         if params.sampling.prompt_logprobs is not None:
             prompt = _scorable(prompt)
         generation.prompt_logprobs = []
-        generation.output = _output_stream(params, version, stop_tokens, prompt)
+        generation.output = _output_stream(generation.client_request, version, stop_tokens, prompt)
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
 
@@ -501,16 +502,21 @@ class Service:
 
 
 def _output_stream(
-    params: GenerationParams, version: ModelVersion, stop_tokens: tuple[int, ...], prompt: Prompt
+    client_request: ClientRequest,
+    version: ModelVersion,
+    stop_tokens: tuple[int, ...],
+    prompt: Prompt,
 ) -> OutputStream:
+    params = client_request.params
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
-    shown = None if params.shows_special else MARKS if params.calls_tools else ()
+    thinking = (BEGINS, ENDS) if client_request.splits_thinking else ()
+    shown = thinking + (MARKS if params.calls_tools else ())
     return OutputStream(
         version.vocabulary,
         params.stops,
         frozenset(stop_tokens),
-        shown,
+        None if params.shows_special else shown,
         offset=len(prompt.text or "") if params.echo else 0,
         empty=params.max_output_tokens == 0,
         min_tokens=params.sampling.min_tokens,

@@ -60,6 +60,7 @@ from medha_router.tokenization.pool import TokenizerPool
 PATIENT_S = 60.0
 """For what must happen soon: a busy machine may not run a thread for seconds."""
 MODEL = "tiny"
+SPECIAL = ("<|pad|>", "<|start|>", "<|end|>")
 END = 258  # <|end|>
 SHAPE = ModelShape(
     layers=2,
@@ -95,8 +96,8 @@ HERMES = b"""{%- if tools %}<tool_call> tools: {{ tools | tojson }}
 """A template that takes tools and may leave thinking out, in the form of Hermes and Qwen."""
 
 
-def byte_level_tokenizer(*, turned: bool = False) -> bytes:
-    """256 bytes, <|pad|>, <|start|> and <|end|>: one token per byte, so characters get split.
+def byte_level_tokenizer(*more: str, turned: bool = False) -> bytes:
+    """256 bytes, and special tokens: SPECIAL and `more`. A byte is a token: characters get split.
 
     If `turned`, every byte has another token.
     """
@@ -105,7 +106,7 @@ def byte_level_tokenizer(*, turned: bool = False) -> bytes:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|pad|>", "<|start|>", "<|end|>"])
+    tokenizer.add_special_tokens([*SPECIAL, *more])
     return tokenizer.to_str().encode()
 
 
@@ -297,7 +298,9 @@ class Controller(threading.Thread):
 def spoken(prompt: list[int], tokenizer: bytes) -> list[int]:
     """Return the tokens that the "model" generates after a prompt, and the end token."""
     order = tokenizers.Tokenizer.from_str(tokenizer.decode())
-    text = order.decode(prompt, skip_special_tokens=True)
+    text = order.decode(prompt, skip_special_tokens=False)
+    for special in SPECIAL:
+        text = text.replace(special, "")
     words = text.rpartition("say ")[2].removesuffix("\n")
     return [*order.encode(words, add_special_tokens=False).ids, END]
 

@@ -234,12 +234,17 @@ def test_log_probabilities_name_tokens_by_id(served: Running, byte_level_json: b
 
 
 def test_the_ids_of_tokens_have_no_place_in_other_apis(served: Running) -> None:
-    for field in ("return_token_ids", "return_tokens_as_token_ids", "continue_final_message"):
+    for field, neutral in (
+        ("return_token_ids", False),
+        ("return_tokens_as_token_ids", False),
+        ("continue_final_message", False),
+        ("add_generation_prompt", True),
+    ):
         for path, body in (
             ("/v1/responses", {"input": "say a"}),
             ("/v1/messages", {"messages": [QUESTION], "max_tokens": 4}),
         ):
-            for value, status in ((True, 400), (False, 200)):
+            for value, status in ((not neutral, 400), (neutral, 200)):
                 response = served.http.post(path, json={"model": "tiny", **body, field: value})
                 assert response.status_code == status, response.text
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.conftest import HERMES, Running
+from tests.router.conftest import HERMES, Running, byte_level_tokenizer
 
 from medha_router.dialects.answer import AnswerResponse
 from medha_router.dialects.conversation import Conversation
@@ -303,6 +304,18 @@ def test_thinking_goes_round_in_a_chat(begun: Running) -> None:
     again = request("x</think>y")
     create(**again | {"messages": [*again["messages"], message.to_dict(), *again["messages"]]})
     assert begun.prompt().endswith("<think>\nA or B?") and "assistant: B." in begun.prompt()
+
+
+def test_marks_of_thinking_count_where_they_are_special_tokens(
+    running_with: Any, make_hello: Any
+) -> None:
+    tokenizer = byte_level_tokenizer("<think>", "</think>")
+    running: Running = running_with()
+    shape = msgspec.structs.replace(make_hello().shape, vocab=261)
+    running.open(tokenizer=tokenizer, template=HERMES, shape=shape)
+    assert (
+        answers(running, request(THOUGHT)) == [("Days, or\n\nhours?", "Two days.", [], "stop")] * 2
+    )
 
 
 def test_thinking_is_a_block_of_a_message(begun: Running) -> None:
