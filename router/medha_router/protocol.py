@@ -49,8 +49,8 @@ CLASS_HEADER = "x-medha-class"
 MAX_TARGET_MS = 24 * 3600 * 1000.0
 
 PromptEnd = Literal["reply", "bare", "continued"]
-"""How a chat's prompt ends: where the assistant's reply begins, after the last message, or within
-it, so that the output continues it."""
+"""End of a chat's prompt: where the assistant's reply begins, after the last message, or within it,
+so that the output continues it."""
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] | None
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -333,8 +333,9 @@ class Service:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
         client_request.tool_calls = _tool_calls(params, version, client_request.adapter)
-        splits = self._config.split_thinking and params.chat and params.grammar is None
-        client_request.splits_thinking = splits
+        client_request.splits_thinking = (
+            self._config.split_thinking and params.chat and params.grammar is None
+        )
         stop_tokens = self._stop_tokens(params, version)
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)

@@ -57,7 +57,7 @@ MARKS += ("[ARGS]", "[CALL_ID]", SEPARATOR)
 """Tokens that stand around calls; some tokenizers hold them for special and print nothing."""
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 SKIPPED = {"hermes": "}", "llama3": ";", "mistral": ",]", "deepseek": "`", "array": "[,]"}
-"""What may stand after the object of a call; models of Hermes' form close one too many."""
+"""Characters allowed after the object of a call; models of Hermes' form close one too many."""
 MAX_HEAD_CHARS = 4096
 NEAR_CHARS = 64
 """Characters in which another mark may stand before a mark."""
