@@ -67,6 +67,8 @@ def test_a_prompt_with_tools_has_the_template_for_them() -> None:
         (b"<tool_call> {{ raise_exception('no') }}", b"", "hermes"),
         (b"{{ tools }} {{ messages }}", b"", None),
         (b"{{ tools }} <tool_call> <function=x>", b"", "qwen3_coder"),
+        (b"<tool_call> {{ tools[0].function.description }}", b"", "hermes"),
+        (b"<tool_call> {{ tools | length }}", b"", None),
         (b"", b"", None),
     ],
 )

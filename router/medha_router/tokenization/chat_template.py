@@ -157,7 +157,8 @@ class _Template:
         """Form of calls that it asks for; None if it does not print the tools of a prompt."""
         names = self.names([_USER], True, _OFFERED)
         shown = self._probe(names)
-        printed = not shown or _TOOL["name"] in shown  # it may refuse just this prompt
+        # A template may refuse just this prompt, and some print the descriptions alone.
+        printed = not shown or any(_TOOL[key] in shown for key in ("name", "description"))
         return format_of(self._text + shown) if printed else None
 
     @functools.cached_property
