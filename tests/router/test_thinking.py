@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from medha_router.dialects.answer import AnswerResponse
 from medha_router.dialects.conversation import Conversation
 from medha_router.dialects.http_response import KEEPALIVE, GenerationResponse
 from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
-from medha_router.structured.tool_calls import ToolCallParser
+from medha_router.structured.tool_calls import MAX_LATE_CALLS, ToolCallParser
 from medha_router.structured.tools import Tools
 from medha_router.tokenization.detokenizer import Delta
 from medha_router.tokenization.pool import TokenizerPool
@@ -89,7 +90,7 @@ def test_thinking_stands_apart(
         ("mistral", "[TOOL_CALLS]f{}"),
     ],
 )
-def test_calls_at_the_end_of_a_thinking_are_read_in_linear_time(form: Any, call: str) -> None:
+def test_the_last_calls_of_a_thinking_are_read_once(form: Any, call: str) -> None:
     count = 300
 
     class Names(frozenset[str]):
@@ -103,9 +104,22 @@ def test_calls_at_the_end_of_a_thinking_are_read_in_linear_time(form: Any, call:
         Names.looked_up = 0
         parser = ToolCallParser(form, Tools(raw=F, names=Names({"f"}), parallel=parallel))
         pieces = parser.end_with("I call\n" + call * count)
-        numbers = list(range(count if parallel else 1))
+        numbers = list(range(MAX_LATE_CALLS if parallel else 1))
         assert [piece.call for piece in pieces if piece.name] == numbers
-        assert parser.calls == count and Names.looked_up < 4 * count
+        assert parser.calls == MAX_LATE_CALLS and Names.looked_up < 4 * MAX_LATE_CALLS
+
+
+@pytest.mark.parametrize("value", ["x" * 15_000, "1, " * 5_000, "[" * 5_000, '"y", ' * 3_000])
+def test_a_long_call_at_the_end_of_a_thinking_takes_few_steps(value: str) -> None:
+    """The event loop stands still meanwhile."""
+    arguments = json.dumps({"a": value}) if value[0] == "x" else f'{{"a": [{value}'
+    parser = ToolCallParser("hermes", Tools(raw=F, names=frozenset({"f"})))
+    steps = itertools.count()
+    sys.setprofile(lambda frame, event, arg: next(steps))
+    pieces = parser.end_with('<tool_call>{"name": "f", "arguments": ' + arguments)
+    sys.setprofile(None)
+    assert "".join(piece.text for piece in pieces) == arguments
+    assert next(steps) < 1000
 
 
 def test_line_breaks_of_a_thinking_are_not_searched_again_and_again() -> None:

@@ -20,6 +20,7 @@ how the text is cut into pieces.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -59,6 +60,14 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 SKIPPED = {"hermes": "}", "llama3": ";", "mistral": ",]", "deepseek": "`", "array": "[,]"}
 """Characters allowed after the object of a call; models of Hermes' form close one too many."""
 MAX_HEAD_CHARS = 4096
+MAX_SEEN_CHARS = MAX_HEAD_CHARS << 4
+"""Characters of an object before its name."""
+SPECIAL, SPECIAL_IN_STRING = re.compile(r'["{}\[\]:,<]'), re.compile(r'["\\]')
+"""Characters of an object that may change what the next ones are."""
+NESTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]<]', re.DOTALL)
+"""Strings, which are whole, and characters that count within nested values."""
+MAX_LATE_CALLS = 32
+"""Calls at the end of a thinking that are read: together they take about a millisecond."""
 NEAR_CHARS = 64
 """Characters in which another mark may stand before a mark."""
 
@@ -129,10 +138,13 @@ class ToolCallParser:
         return self._taken()
 
     def end_with(self, text: str) -> list[TextPart]:
-        """Return the calls with which a text ends that is no content, if it ends with calls."""
+        """Return the calls, at most MAX_LATE_CALLS, with which a text ends that is no content."""
         begins, calls = BEGINS.get(self._form, ()), list[list[TextPart]]()
         at = end = len(text)
-        while (at := max((text.rfind(begin, 0, at) for begin in begins), default=-1)) >= 0:
+        while len(calls) < MAX_LATE_CALLS:
+            at = max((text.rfind(begin, 0, at) for begin in begins), default=-1)
+            if at < 0:
+                break
             before = text[max(0, at - NEAR_CHARS) : at].rstrip(SPACE)
             if any(before.endswith(begin) and not text.startswith(begin, at) for begin in begins):
                 continue  # two marks begin one call
@@ -359,7 +371,7 @@ class ToolCallParser:
 
 
 class _CallObject:
-    """The JSON object of a call, scanned character by character.
+    """The JSON object of a call, scanned as it arrives.
 
     If it begins with a `number`, all of it are the arguments. `seen` is the text so far while the
     call has no name.
@@ -398,17 +410,77 @@ class _CallObject:
 
         A mark ends a call whose model left a brace out.
         """
-        for index, letter in enumerate(text):
-            if letter == "<" and self.named and not self._string:
+        index = 0
+        while index < len(text):
+            end = self._end_of_plain(text, index)
+            if end > index:
+                self._plain(text[index:end])
+            elif text[end] == "<" and self.named and not self._string:
                 self.done = True
-                return index
-            self._letter(letter)
+                return end
+            else:
+                end += 1
+                self._letter(text[index])
             if self.number is None:
-                self.seen += letter
-                self._broken = self._broken or len(self.seen) > MAX_HEAD_CHARS << 4
+                self.seen += text[index:end]
+                self._broken = self._broken or len(self.seen) > MAX_SEEN_CHARS
             if self.done or (self.number is None and self.decided):
-                return index + 1
+                return end
+            index = end
         return len(text)
+
+    def _end_of_plain(self, text: str, start: int) -> int:
+        """Return where characters end that are only passed on; one that is escaped is one.
+
+        So are all within an array or an object of the arguments.
+        """
+        if self._escaped:
+            return start + 1
+        least = 1 if self._whole else 2
+        if self._depth >= least and not self._string:
+            end = self._end_of_nested(text, start, least)
+        else:
+            special = (SPECIAL_IN_STRING if self._string else SPECIAL).search(text, start)
+            end = special.start() if special is not None else len(text)
+        if self.number is None:
+            end = min(end, start + MAX_SEEN_CHARS - len(self.seen) + 1)
+        return end
+
+    def _end_of_nested(self, text: str, start: int, least: int) -> int:
+        """Return where text is no longer nested `least` deep, or an open string begins."""
+        for match in NESTED.finditer(text, start):
+            letter = match[0]
+            if letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                if self._depth == least:
+                    return match.start()
+                self._depth -= 1
+            elif letter == '"' or (letter == "<" and self.named):
+                return match.start()
+        return len(text)
+
+    def _plain(self, text: str) -> None:
+        """Scan characters that change no state, but that of an escape."""
+        if self._whole:
+            self._arguments += text
+            self.any_arguments = True
+        elif self._value:
+            if self._key == "name":
+                self._token += text
+            self._add(text)
+        if self._string:
+            self._escaped = False
+            if self._depth == 1 and not self._value:
+                self._token += text
+
+    def _add(self, text: str) -> None:
+        """Add text of a value, which may be that of the arguments."""
+        if self._key not in ("arguments", "parameters") or self._complete:
+            return
+        if text := text if self.any_arguments else text.lstrip(SPACE):
+            self._arguments += text
+            self.any_arguments = True
 
     def _letter(self, letter: str) -> None:
         top = self._depth == 1 and not self._string
@@ -419,10 +491,7 @@ class _CallObject:
         elif self._value and not closes and not (top and letter == ","):
             if self._key == "name":
                 self._token += letter
-            arguments = self._key in ("arguments", "parameters") and not self._complete
-            if arguments and (self.any_arguments or letter not in SPACE):
-                self._arguments += letter
-                self.any_arguments = True
+            self._add(letter)
         if self._string:
             self._in_string(letter)
         elif letter == '"':
