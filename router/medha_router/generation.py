@@ -204,10 +204,12 @@ class ClientRequest:
         calls = ToolCallParser(form, tools) if tools is not None and form is not None else None
         if not self.splits_thinking:
             return OutputParser("none", calls)
+        shown = self.params.shows_thinking
+        if self.params.thinks:
+            return OutputParser("continued", calls, shown=shown)
         generation = self.generations[index]
         tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
         printed = b"".join(map(generation.output.vocabulary.bytes_of, tail))
-        shown = self.params.shows_thinking
         return OutputParser(thinking_after(printed), calls, shown=shown)
 
     def push(self, index: int, delta: Delta) -> None:

@@ -21,6 +21,7 @@ from msgspec import structs
 from medha.errors import RequestError
 from medha.messages import GenerationDefaults, Sampling
 from medha_router.structured import sources
+from medha_router.structured.output_parser import ends_in_thinking
 from medha_router.structured.sources import GrammarSource, RawJson
 from medha_router.structured.tools import Tools, read_tools
 
@@ -248,6 +249,10 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     top_logprobs: RawJson = msgspec.UNSET
 
 
+class _Message(msgspec.Struct, frozen=True):
+    content: Any = None
+
+
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize`: a `prompt` or `messages`, as in vLLM."""
 
@@ -285,7 +290,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
     `echo`. `continuous_usage`: each chunk has the usage so far. `grammar`: what the output follows,
     unchecked. `template_values`: JSON of `chat_template_kwargs`, unchecked, or empty. `ending`: how
-    a chat's prompt ends. `cache_salt`: only requests with the same one share cached pages.
+    a chat's prompt ends; `thinks`: in the thinking of a message that is continued. `cache_salt`:
+    only requests with the same one share cached pages.
     `shows_stop`, `shows_special`: whether the text has what ended it, and special tokens.
     `token_ids`: the answer has the ids of all tokens; `names_ids`: its log probabilities name them
     by id. `shows_thinking`: the answer has the thinking. `silent`: sampling parameters that the
@@ -311,6 +317,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     tools: Tools | None = None
     template_values: bytes = b""
     ending: PromptEnd = "reply"
+    thinks: bool = False
     cache_salt: str = ""
     shows_stop: bool = False
     shows_special: bool = False
@@ -420,6 +427,17 @@ def read_chat(data: bytes | bytearray) -> GenerationParams:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         tools=tools,
     )
+
+
+def last_thinks(messages: bytes) -> bool:
+    """Return whether the last message in JSON ends in its thinking; False for an invalid one."""
+    try:
+        last = msgspec.json.decode(messages, type=list[_Message])[-1]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError):
+        return False
+    parts = last.content if isinstance(last.content, list) else [last.content]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return ends_in_thinking("".join(text for text in texts if isinstance(text, str)))
 
 
 def read_completion(data: bytes | bytearray) -> GenerationParams:
@@ -561,6 +579,7 @@ def generation_params(
         tools=tools,
         template_values=template_values(body.chat_template_kwargs) if chat else b"",
         ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
+        thinks=bool(body.continue_final_message) and last_thinks(raw),
         cache_salt=body.cache_salt or "",
         shows_stop=bool(body.include_stop_str_in_output),
         shows_special=body.skip_special_tokens is False,

@@ -157,6 +157,30 @@ def test_a_prompt_may_begin_the_thinking() -> None:
     assert thinking_after(b"<think>\n\n</think>\n\n") == thinking_after(b"") == "possible"
 
 
+@pytest.mark.parametrize(
+    ("content", "text", "expected"),
+    [
+        ("<think>A or", " B?</think>\nB.", (" B?", "B.")),
+        ([{"type": "text", "text": "<think>A"}], "\nor", ("\nor", "")),
+        ("<think>A or B?</think>", "B.", ("", "B.")),
+        ("What is <think>?", "A mark.", ("", "A mark.")),
+    ],
+)
+def test_a_continued_message_may_end_in_its_thinking(
+    hermes: Running, content: Any, text: str, expected: tuple[str, str]
+) -> None:
+    body = request(f"{text}!")
+    body["messages"].append({"role": "assistant", "content": content})
+    whole, streamed = answers(hermes, body | {"extra_body": {"continue_final_message": True}})
+    assert whole == streamed == (*expected, [], "stop")
+    del body["stop"]
+    message = hermes.http.post(
+        "/v1/messages", json={**body, "max_tokens": 99, "stop_sequences": ["!"]}
+    ).json()
+    blocks = [block.get("thinking", block.get("text")) for block in message["content"]]
+    assert blocks == [part for part in expected if part]
+
+
 @pytest.fixture(scope="module")
 def begun(tokens: TokenizerPool) -> Iterator[Running]:
     """A router with a model whose template begins the thinking."""

@@ -32,6 +32,7 @@ from medha_router.protocol import (
     TokenizeParams,
     generation_params,
     is_given,
+    last_thinks,
     read_body,
     refuse_fields_of_others,
     refuse_unsupported,
@@ -232,7 +233,8 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
         )
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    params = msgspec.structs.replace(params, ending=ending)
+    thinks = ending == "continued" and last_thinks(messages)
+    params = msgspec.structs.replace(params, ending=ending, thinks=thinks)
     thinking = body.thinking
     if thinking is not None and not (thinking.on and thinking.display != "omitted"):
         params = msgspec.structs.replace(params, shows_thinking=False)

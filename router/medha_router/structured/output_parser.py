@@ -22,12 +22,19 @@ MAX_CALLS_CHARS = 16 << 10
 """Characters of the end of a thinking that may be calls."""
 TAIL_TOKENS = 16
 """Tokens at the end of a prompt that may spell the first mark, and line breaks after it."""
-Thinking = Literal["none", "possible", "begun"]
+Thinking = Literal["none", "possible", "begun", "continued"]
+"""Thinking of an output: never, if it begins with the mark, from its beginning, or the rest of the
+thinking in a message that it continues."""
 
 
 def thinking_after(prompt: bytes) -> Thinking:
     """Return whether an output begins in its thinking, from the end of the prompt."""
     return "begun" if prompt.rstrip().endswith(BEGINS.encode()) else "possible"
+
+
+def ends_in_thinking(message: str) -> bool:
+    """Return whether a message of the assistant ends in the thinking with which it begins."""
+    return message.lstrip(SPACE).startswith(BEGINS) and ENDS not in message
 
 
 class OutputParser:
@@ -39,8 +46,8 @@ class OutputParser:
     ) -> None:
         self._calls, self._begun, self._shown = calls, thinking == "begun", shown
         self._state: Literal["start", "thinking", "content"] = "start"
-        if thinking == "none":
-            self._state = "content"
+        if thinking in ("none", "continued"):
+            self._state = "content" if thinking == "none" else "thinking"
         self._text = ""
         self._thoughts = ""  # their end
         self._skips = False  # line breaks that come next
