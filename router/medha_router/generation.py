@@ -46,6 +46,7 @@ class Generation:
         salt: bytes,
         version: str,
         idle_tpot_s: float,
+        tool_calls: Format | None = None,
     ) -> None:
         self.client_request, self.index, self.prompt, self.request = (
             client_request,
@@ -56,6 +57,7 @@ class Generation:
         self.version = version  # only replicas of this version can read its tokens
         self.idle_tpot_s = idle_tpot_s  # on the best of these replicas, if it were idle
         self.sampling, self.output, self.salt = sampling, output, salt
+        self.tool_calls = tool_calls  # how its version writes calls, if it has tools
         self.peer: bytes | None = None
         self.waiting_since_s = request.arrival_s
         self.cached_tokens = 0
@@ -139,7 +141,6 @@ class ClientRequest:
         self.counted: RequestCost | None = None  # towards the limits of its tenant
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
-        self.tool_calls: Format | None = None  # how its model writes calls, if it has tools
         self.splits_thinking = False  # from the content
         self.held = False  # the model had no replica at arrival or while it waited
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
@@ -200,7 +201,7 @@ class ClientRequest:
 
     def parser(self, index: int) -> OutputParser:
         """Return a parser for the output of a chat with the index."""
-        tools, form = self.params.tools, self.tool_calls
+        tools, form = self.params.tools, self.generations[index].tool_calls
         calls = ToolCallParser(form, tools) if tools is not None and form is not None else None
         if not self.splits_thinking:
             return OutputParser("none", calls)

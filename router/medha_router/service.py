@@ -332,7 +332,7 @@ class Service:
     ) -> None:
         """Add a generation for each output: limits, deadline, sampling."""
         params = client_request.params
-        client_request.tool_calls = _tool_calls(params, version, client_request.adapter)
+        tool_calls = _tool_calls(params, version, client_request.adapter)
         client_request.splits_thinking = (
             self._config.split_thinking and params.chat and params.grammar is None
         )
@@ -369,6 +369,7 @@ class Service:
                         output=_output_stream(client_request, version, stop_tokens, prompt),
                         version=version.key,
                         idle_tpot_s=idle_tpot_s,
+                        tool_calls=tool_calls,
                     )
                 )
 
@@ -376,7 +377,9 @@ class Service:
         self, generation: Generation, model: ServedModel, version: ModelVersion, prompt: Prompt
     ) -> None:
         """Change the version of a generation without tokens; raises RequestError."""
-        params = generation.client_request.params
+        client_request = generation.client_request
+        params = client_request.params
+        tool_calls = _tool_calls(params, version, client_request.adapter)
         stop_tokens = self._stop_tokens(params, version)
         idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
         generation.request = msgspec.structs.replace(
@@ -388,14 +391,15 @@ class Service:
                 prompt.length,
                 prompt.hashes,
                 version.key,
-                generation.client_request.slo_class.slo.tpot_s,
+                client_request.slo_class.slo.tpot_s,
             ),
         )
         generation.sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
         if params.sampling.prompt_logprobs is not None:
             prompt = _scorable(prompt)
         generation.prompt_logprobs = []
-        generation.output = _output_stream(generation.client_request, version, stop_tokens, prompt)
+        generation.output = _output_stream(client_request, version, stop_tokens, prompt)
+        generation.tool_calls = tool_calls
         generation.prompt, generation.version = prompt, version.key
         generation.idle_tpot_s = idle_tpot_s
 

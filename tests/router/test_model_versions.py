@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from tests.router.conftest import HERMES
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -88,6 +89,30 @@ def test_requests_waiting_for_the_last_old_replica_move_to_the_new_version(
     assert old.seen == [] and len(new.seen) == 3
     old.die()
     assert ask(running, "four") == "four"
+
+
+def test_calls_are_read_in_the_form_of_the_version_that_writes_them(
+    running_with: Routers, eventually: Eventually
+) -> None:
+    running = running_with(models=(), learn=True)
+    old = running.open("r0", template=HERMES)
+    old.granting = False
+    call = "<tool_call><function=f></function></tool_call>"
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"say {call}"}],
+    }
+    body["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    answers: list[Any] = []
+    create = running.client.chat.completions.create
+    client = threading.Thread(target=lambda: answers.append(create(**body)))
+    client.start()
+    page = running.ops.get
+    eventually(lambda: page("/debug/queue").json()["tiny"]["waiting"] == 1, PATIENT_S)
+    joined(running, eventually, template=HERMES.replace(b'{"name": "', b"<function={{ '' }}"))
+    old.draining = True
+    client.join(PATIENT_S)
+    assert [call.function.name for call in answers[0].choices[0].message.tool_calls] == ["f"]
 
 
 def test_a_request_with_output_finishes_on_its_version(
