@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from medha.config import RouterModel
-from medha.errors import RequestError
+from medha.errors import MedhaError, Refusal, RequestError
 from medha.messages import Hello
 from medha.request import Request
 from medha_router.models import ServedModel
@@ -70,6 +70,7 @@ class Fleet:
         self.encoded: list[str] = []
         self.failed: list[str] = []
         self.refused: set[str] = set()
+        self.fault: MedhaError | None = None
         model = ServedModel(RouterModel(name="tiny", max_context_tokens=4096))
         for key in ("old", "new"):
             version: Any = model.version_for(
@@ -96,6 +97,8 @@ class Fleet:
         await asyncio.sleep(0)
         self.encoding -= 1
         self.encoded.append(request.id)
+        if self.fault is not None:
+            raise self.fault
         if request.id in self.refused:
             raise RequestError("too long", code="context_length_exceeded", param="prompt")
         return ["prompt"]
@@ -161,3 +164,20 @@ def test_a_second_tick_encodes_nothing_twice(fleet: Fleet) -> None:
 
     asyncio.run(run())
     assert len(fleet.encoded) == len(fleet.requests)
+
+
+def test_a_cause_that_holds_requests_back_is_logged_once_with_their_number(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        for fault in ("no replica", "no replica", "no tokenizer", "", "no replica"):
+            fleet.fault = Refusal("no_replica", fault) if fault else None
+            fleet.refused = {request.id for request in fleet.requests[1:]} if not fault else set()
+            await fleet.tick()
+
+    asyncio.run(run())
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == [
+        f"{len(fleet.requests)} requests of tiny cannot move to another version yet: {cause}"
+        for cause in ("no replica", "no tokenizer")
+    ]

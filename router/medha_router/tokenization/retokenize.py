@@ -9,6 +9,7 @@ version and fails after its timeout.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Iterator
 
@@ -31,6 +32,9 @@ class Retokenizer:
         self._models, self._requests, self._clock = state.models, state.requests, state.clock
         self._service = service
         self._lanes: dict[asyncio.Task[None], str] = {}  # with the names of their models
+        # By model, why requests could not move and how often, and the causes last logged.
+        self._refused: dict[str, collections.Counter[str]] = {}
+        self._logged: dict[str, frozenset[str]] = {}
         self._log = logging.getLogger("medha.router")
 
     def tick(self) -> None:
@@ -47,12 +51,25 @@ class Retokenizer:
                 for _ in range(min(LANES, len(stranded))):
                     task = asyncio.get_running_loop().create_task(self._move_all(waiting, model))
                     self._lanes[task] = name
-                    task.add_done_callback(self._lanes.pop)
+                    task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         for task in (tasks := list(self._lanes)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, lane: asyncio.Task[None]) -> None:
+        """Log once why requests of a model could not move, after all of its lanes."""
+        name = self._lanes.pop(lane)
+        if name in self._lanes.values():
+            return
+        refused = self._refused.pop(name, collections.Counter())
+        for cause, count in refused.items():
+            if cause not in self._logged.get(name, ()):
+                self._log.warning(
+                    "%d requests of %s cannot move to another version yet: %s", count, name, cause
+                )
+        self._logged[name] = frozenset(refused)
 
     def _closed(self, model: ServedModel) -> set[str]:
         """Return the versions that closed some time ago."""
@@ -118,7 +135,5 @@ class Retokenizer:
             )
         except RequestError as error:
             self._requests.fail(client_request, error, self._clock())
-        except (
-            MedhaError
-        ) as error:  # no version serves, or its tokenizer ended: the next tick retries
-            self._log.warning("cannot move to another version yet: %s", error)
+        except MedhaError as error:  # no version serves, or its tokenizer ended: retried later
+            self._refused.setdefault(model.name, collections.Counter())[str(error)] += 1
