@@ -174,6 +174,8 @@ class Registration:
             loaded = await self._tokens.warm(files.key)
             version.tokenizer, version.tool_calls = files.tokenizer, loaded.tool_calls
             version.adapter_tool_calls = loaded.adapter_tool_calls
+            for adapter, fault in loaded.adapter_faults.items():
+                self._log.error("adapter %s of %s serves no chats: %s", adapter, model.name, fault)
             version.vocabulary, model.unservable = vocabulary, ""
             for replica in self._replicas_of(model, version):
                 self._state.welcome(replica.peer)

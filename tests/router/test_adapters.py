@@ -13,11 +13,8 @@ import pytest
 from tests.router.conftest import HERMES, TEMPLATE, digest
 
 from medha.config import RouterModel
-from medha.errors import CheckpointError
 from medha.messages import Hello
 from medha_router.models import ModelRegistry
-from medha_router.tokenization.encoder import Encoder
-from medha_router.tokenization.wire import TokenizerFiles
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -107,16 +104,27 @@ def test_chats_with_an_adapter_have_its_template(running_with: Routers) -> None:
     assert counted.json()["count"] == len(f"<*user: say {call}<")
 
 
-def test_a_template_of_an_adapter_that_does_not_parse_names_the_adapter(
-    byte_level_json: bytes,
+def test_a_template_that_does_not_parse_ends_the_chats_of_its_adapter_alone(
+    running_with: Routers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = TokenizerFiles(
-        key="k", tokenizer=byte_level_json, adapter_templates=b'{"poems": "{% if %}"}'
-    )
-    with pytest.raises(
-        CheckpointError, match=r"adapter poems: chat_template\.jinja is not a Jinja"
-    ):
-        Encoder(files)
+    def adapted(controller: Any) -> None:
+        data = json.dumps({"poems": "{% if %}", "legal": TEMPLATE.decode()}).encode()
+        controller.by_hash[digest(data)] = data
+        files = controller.hello.files | {"adapter_templates.json": digest(data)}
+        controller.hello = msgspec.structs.replace(controller.hello, files=files)
+
+    running = running_with()
+    controller = running.open(adapters={"legal": "1", "poems": "2"}, before=adapted)
+    create = running.client.chat.completions.create
+    messages: Any = [{"role": "user", "content": "say x"}]
+    for name in ("tiny", "tiny:legal"):
+        assert create(model=name, messages=messages).choices[0].message.content == "x"
+    fault = r"adapter poems serves no chats: its chat_template\.jinja is not a Jinja template"
+    with pytest.raises(openai.BadRequestError, match=fault) as error:
+        create(model="tiny:poems", messages=messages)
+    assert error.value.code == "no_chat_template"
+    assert ask(running, "tiny:poems") == "hello" and not controller.rejected
+    assert "adapter poems of tiny serves no chats: chat_template.jinja is not" in caplog.text
 
 
 def test_adapters_share_no_names_of_pages(running_with: Routers) -> None:

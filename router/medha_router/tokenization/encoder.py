@@ -224,7 +224,7 @@ class Encoder:
         self._texts = TextEncoder(self._vocabulary.tokenizer)
         self._template = ChatTemplate(files.template, files.config)
         self.tool_calls = self._template.tool_calls
-        self._adapter_templates = _adapter_templates(files)
+        self._adapter_templates, self.adapter_faults = _adapter_templates(files)
         self.adapter_tool_calls = {
             name: template.tool_calls for name, template in self._adapter_templates.items()
         }
@@ -275,6 +275,13 @@ class Encoder:
         if job.chat:
             messages = read_messages(raw)
             raw.clear()  # rendering takes as much memory again
+            if fault := self.adapter_faults.get(job.adapter):
+                raise RequestError(
+                    f"the adapter {job.adapter} serves no chats: its {fault}; use /v1/completions "
+                    "with a prompt",
+                    code="no_chat_template",
+                    param="messages",
+                )
             template = self._adapter_templates.get(job.adapter, self._template)
             text = template.render(
                 messages,
@@ -304,16 +311,21 @@ class Encoder:
             )
 
 
-def _adapter_templates(files: wire.TokenizerFiles) -> dict[str, ChatTemplate]:
-    """Return the chat templates of adapters; they use the tokens of the model."""
+def _adapter_templates(
+    files: wire.TokenizerFiles,
+) -> tuple[dict[str, ChatTemplate], dict[str, str]]:
+    """Return the chat templates of adapters, and what is wrong with those that do not load.
+
+    They use the tokens of the model.
+    """
     sources = msgspec.json.decode(files.adapter_templates or b"{}", type=dict[str, str])
-    templates: dict[str, ChatTemplate] = {}
+    templates, faults = dict[str, ChatTemplate](), dict[str, str]()
     for name, source in sources.items():
         try:
             templates[name] = ChatTemplate(source.encode(), files.config)
         except CheckpointError as error:
-            raise CheckpointError(f"adapter {name}: {error}") from None
-    return templates
+            faults[name] = str(error)
+    return templates, faults
 
 
 class TokenizerProcess:
@@ -349,7 +361,9 @@ class TokenizerProcess:
                 encoder = self._encoders[job.files.key] = Encoder(job.files)
                 collect_seldom(COLLECT_AFTER)
                 return wire.Loaded(
-                    tool_calls=encoder.tool_calls, adapter_tool_calls=encoder.adapter_tool_calls
+                    tool_calls=encoder.tool_calls,
+                    adapter_tool_calls=encoder.adapter_tool_calls,
+                    adapter_faults=encoder.adapter_faults,
                 ), b""
             case wire.Encode():
                 outcome, stepped = self._encoders[job.key].encode(job, payload)

@@ -135,11 +135,12 @@ class Prompt(msgspec.Struct, frozen=True):
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Outcome of LoadFiles; `error` is empty on success. `tool_calls`: see ChatTemplate; those of
-    adapters with a template of their own apart."""
+    adapters with a template of their own apart. `adapter_faults`: of templates that do not load."""
 
     error: str = ""
     tool_calls: Format | None = None
     adapter_tool_calls: dict[str, Format | None] = {}
+    adapter_faults: dict[str, str] = {}
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
