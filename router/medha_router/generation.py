@@ -22,7 +22,13 @@ from medha.messages import Logprob, Sampling, Submit, from_bytes
 from medha.request import Request, SloClass
 from medha_router.auth import Client
 from medha_router.protocol import GenerationParams
-from medha_router.structured.output_parser import TAIL_TOKENS, OutputParser, thinking_after
+from medha_router.structured.output_parser import (
+    TAIL_TOKENS,
+    OutputParser,
+    Thinking,
+    ThinkingCount,
+    thinking_after,
+)
 from medha_router.structured.tool_calls import Format, ToolCallParser
 from medha_router.tokenization.detokenizer import Delta, OutputStream
 from medha_router.tokenization.wire import Prompt
@@ -61,6 +67,7 @@ class Generation:
         self.peer: bytes | None = None
         self.waiting_since_s = request.arrival_s
         self.cached_tokens = 0
+        self.thinking: ThinkingCount | None = None  # of its tokens
         self.prompt_logprobs: list[Logprob] = []
         self.moves = 0
         self.deaths = 0
@@ -199,19 +206,31 @@ class ClientRequest:
     def cached_tokens(self) -> int:
         return sum(generation.cached_tokens for generation in self.generations[:: self.params.n])
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thinking of all outputs."""
+        return sum(
+            generation.thinking.tokens
+            for generation in self.generations
+            if generation.thinking is not None
+        )
+
     def parser(self, index: int) -> OutputParser:
         """Return a parser for the output of a chat with the index."""
         tools, form = self.params.tools, self.generations[index].tool_calls
         calls = ToolCallParser(form, tools) if tools is not None and form is not None else None
+        return OutputParser(self._thinking_of(index), calls, shown=self.params.shows_thinking)
+
+    def _thinking_of(self, index: int) -> Thinking:
+        """Return where the thinking of an output is."""
         if not self.splits_thinking:
-            return OutputParser("none", calls)
-        shown = self.params.shows_thinking
+            return "none"
         if self.params.thinks:
-            return OutputParser("continued", calls, shown=shown)
+            return "continued"
         generation = self.generations[index]
         tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
         printed = b"".join(map(generation.output.vocabulary.bytes_of, tail))
-        return OutputParser(thinking_after(printed), calls, shown=shown)
+        return thinking_after(printed)
 
     def push(self, index: int, delta: Delta) -> None:
         """Add a delta of one generation.
@@ -221,8 +240,19 @@ class ClientRequest:
         """
         if self.params.raw and all(generation.output.tokens for generation in self.generations):
             self.params = msgspec.structs.replace(self.params, raw=b"")
+        if self.splits_thinking:
+            self._count_thinking(index)
         self._deltas.append((index, delta))
         self._wake()
+
+    def _count_thinking(self, index: int) -> None:
+        generation = self.generations[index]
+        if generation.thinking is None:
+            if not generation.output.tokens:
+                return  # another version may begin it
+            generation.thinking = ThinkingCount(self._thinking_of(index))
+        output = generation.output
+        generation.thinking.read(output.tokens, output.vocabulary.bytes_of)
 
     def fail(self, error: Exception) -> None:
         """End with `error`, after the deltas before it."""

@@ -22,7 +22,12 @@ from tests.router.conftest import HERMES, Running, byte_level_tokenizer
 from medha_router.dialects.answer import AnswerResponse
 from medha_router.dialects.conversation import Conversation
 from medha_router.dialects.http_response import KEEPALIVE, GenerationResponse
-from medha_router.structured.output_parser import OutputParser, Thinking, thinking_after
+from medha_router.structured.output_parser import (
+    OutputParser,
+    Thinking,
+    ThinkingCount,
+    thinking_after,
+)
 from medha_router.structured.tool_calls import MAX_LATE_CALLS, ToolCallParser
 from medha_router.structured.tools import Tools
 from medha_router.tokenization.detokenizer import Delta
@@ -32,6 +37,9 @@ CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
 TIME: Any = {"type": "function", "function": {"name": "get_time"}}
 F = b'[{"type": "function", "function": {"name": "f"}}]'
 THOUGHT = "<think>\nDays, or\n\nhours?\n</think>\n\nTwo days."
+STOP: dict[str, Any] = {"stop": ["!"]}
+STOPPED: dict[str, Any] = {"model": "tiny", "max_tokens": 99, "stop_sequences": ["!"]}
+USAGE: Any = {"include_usage": True}
 HIDDEN = {"extra_body": {"include_reasoning": False}}
 # As DeepSeek-R1's: the prompt begins the thinking. The mark ! ends what the model says.
 BEGUN = (
@@ -246,6 +254,56 @@ def test_a_chat_has_fields_for_the_thinking(
 ) -> None:
     whole, streamed = answers(begun, request(text, **options))
     assert whole == streamed == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("A or B?</think>\nB.", len("A or B?</think>")),
+        ("<think>A</think>B.", len("<think>A</think>")),
+        ("A or B?", len("A or B?!")),  # with the mark that ends it
+    ],
+)
+def test_a_usage_counts_the_tokens_of_the_thinking(begun: Running, text: str, count: int) -> None:
+    body = request(text)
+    chats = begun.client.chat.completions
+    usages: list[Any] = [chats.create(**body).usage]
+    usages.append(list(chats.create(**body, stream=True, stream_options=USAGE))[-1].usage)
+    shown = [usage.completion_tokens_details.reasoning_tokens for usage in usages]
+    shown.append(chats.create(**body, n=2).usage.completion_tokens_details.reasoning_tokens / 2)
+    message = begun.http.post("/v1/messages", json=dict(STOPPED, messages=body["messages"])).json()
+    shown.append(message["usage"]["output_tokens_details"]["thinking_tokens"])
+    assert shown == [count] * 4
+    answer = begun.client.responses.create(model="tiny", input=f"say {text}", extra_body=STOP)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens == count
+
+
+def test_outputs_without_a_thinking_count_none(hermes: Running) -> None:
+    for options in ({}, {"response_format": {"type": "json_object"}}):
+        usage = hermes.client.chat.completions.create(**request("{}", **options)).usage
+        assert usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=10),
+    thinking=st.sampled_from(["begun", "possible"]),
+    cuts=st.lists(st.integers(1, 3), min_size=40),
+)
+def test_the_count_is_that_of_the_tokens_up_to_the_mark(
+    pieces: list[str], thinking: Thinking, cuts: list[int]
+) -> None:
+    text, ends = "".join(pieces).encode(), itertools.accumulate(cuts, initial=0)
+    tokens = [text[a:b] for a, b in itertools.pairwise(ends) if a < len(text)]
+    opening = rb"\s*<think>" if thinking == "possible" else rb"(?:\s*<think>)?"
+    match = re.match(rb"(%s.*?)(</think>|\Z)" % opening, text, re.DOTALL)
+    chars = match.end() if match is not None else 0
+    expected = sum(at < chars for at in itertools.accumulate(map(len, tokens[:-1]), initial=0))
+    for sizes in (1, len(tokens) or 1):
+        count = ThinkingCount(thinking)
+        for end in range(sizes, len(tokens) + 1, sizes):
+            count.read(range(end), tokens.__getitem__)
+        assert count.tokens == (expected if tokens else 0)
 
 
 def test_a_model_that_writes_both_marks_is_read_too(hermes: Running) -> None:

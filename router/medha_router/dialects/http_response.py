@@ -387,7 +387,12 @@ def timing(request: ClientRequest) -> Timing:
 
 
 def _usage(request: ClientRequest) -> TokenUsage:
-    return TokenUsage(request.prompt_tokens, request.output_tokens, request.cached_tokens)
+    return TokenUsage(
+        request.prompt_tokens,
+        request.output_tokens,
+        request.cached_tokens,
+        request.reasoning_tokens,
+    )
 
 
 def _ms(seconds: float) -> str:

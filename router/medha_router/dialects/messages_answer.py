@@ -79,7 +79,7 @@ class MessageAnswer:
     def _stop_sequence(self) -> str | None:
         return self._request.generations[0].output.stop
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Return the usage; tokens that were read from a cache are no part of `input_tokens`."""
         request = self._request
         return {
@@ -87,6 +87,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": request.cached_tokens,
             "output_tokens": request.output_tokens,
+            "output_tokens_details": {"thinking_tokens": request.reasoning_tokens},
         }
 
 

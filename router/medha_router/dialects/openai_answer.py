@@ -38,6 +38,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def shape(self) -> dict[str, Any]:
         return {
@@ -45,6 +46,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

@@ -88,7 +88,7 @@ class ResponseAnswer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": request.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": request.reasoning_tokens},
             "total_tokens": request.prompt_tokens + request.output_tokens,
         }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None

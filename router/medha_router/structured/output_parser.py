@@ -11,6 +11,7 @@ is cut into pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from medha_router.structured.tagged_arguments import SPACE, overlap
@@ -30,6 +31,43 @@ thinking in a message that it continues."""
 def thinking_after(prompt: bytes) -> Thinking:
     """Return whether an output begins in its thinking, from the end of the prompt."""
     return "begun" if prompt.rstrip().endswith(BEGINS.encode()) else "possible"
+
+
+class ThinkingCount:
+    """Counts the tokens of an output that are its thinking, with the marks, as they arrive.
+
+    `tokens` is their number so far. They are read token by token, so the count is exact where text
+    comes in longer pieces.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._begun = thinking in ("begun", "continued")
+        self._undecided = thinking != "none"  # whether it begins with the mark
+        self._read = 0
+        self._printed = b""
+        self.tokens = 0
+        self._done = thinking == "none"
+
+    def read(self, tokens: Sequence[int], bytes_of: Callable[[int], bytes]) -> None:
+        """Count new tokens; `tokens` are all of the output, and `bytes_of` is what one prints."""
+        begins, ends = BEGINS.encode(), ENDS.encode()
+        for token in tokens[self._read :] if not self._done else ():
+            self._read += 1
+            self._printed += bytes_of(token)
+            if self._undecided:
+                first = self._printed.lstrip()
+                self._undecided = begins.startswith(first) and first != begins
+                if not (self._undecided or self._begun or first.startswith(begins)):
+                    self._done = True
+                    return
+                if self._undecided and not self._begun:
+                    continue
+            self.tokens = self._read
+            self._done = ends in self._printed
+            if self._done:
+                return
+            if not self._undecided:
+                self._printed = self._printed[1 - len(ends) :]
 
 
 def ends_in_thinking(message: str) -> bool:
