@@ -59,6 +59,7 @@ OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None
 PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
 
 # Fields that would change the output if they were supported, and the values that change nothing.
@@ -84,7 +85,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": ([],),
-    "reasoning_effort": ("none",),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
@@ -113,13 +113,14 @@ COMPLETION_UNSUPPORTED = UNSUPPORTED | {
 # Fields of completions that vLLM reads in a chat, too.
 OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"best_of": (1,), "echo": (False,)}
 # Fields of chats, and what a completion calls them.
-NEUTRAL = {"n": 1, "add_generation_prompt": True}
+NEUTRAL = {"n": 1, "add_generation_prompt": True, "reasoning_effort": "none"}
 """Values of fields of others, besides false, that change nothing."""
 OF_CHATS = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "add_generation_prompt": "",
     "continue_final_message": "",
+    "reasoning_effort": "",
 }
 TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_token_strs": (False,),
@@ -167,7 +168,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     prediction: RawJson = msgspec.UNSET
     priority: RawJson = msgspec.UNSET
     prompt_embeds: RawJson = msgspec.UNSET
-    reasoning_effort: RawJson = msgspec.UNSET
     repetition_detection: RawJson = msgspec.UNSET
     return_prompt_text: RawJson = msgspec.UNSET
     return_token_offsets: RawJson = msgspec.UNSET
@@ -205,6 +205,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] | None = None
+    reasoning_effort: Effort = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=32)] | None = None
@@ -507,6 +508,28 @@ def template_values(raw: RawJson) -> bytes:
     return bytes(raw)
 
 
+def with_effort(values: RawJson, effort: Effort) -> RawJson:
+    """Return values for the chat template with an effort of thinking, by the names that templates
+    read, as in vLLM. Names that the client gives stand."""
+    if effort is None:
+        return values
+    thinks = effort != "none"
+    return with_usual(
+        values, {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    )
+
+
+def with_usual(values: RawJson, usual: dict[str, object]) -> RawJson:
+    """Return values for the chat template, and `usual` ones by names that are not among them."""
+    given: dict[str, Any] = {}
+    if is_given(values):
+        try:
+            given = msgspec.json.decode(values, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return values  # its reader refuses it
+    return msgspec.Raw(msgspec.json.encode(usual | given))
+
+
 def prompt_end(generation_prompt: bool | None, continued: bool | None) -> PromptEnd:
     """Return how the prompt of a chat ends; raises RequestError for a contradiction."""
     if generation_prompt and continued:
@@ -577,7 +600,11 @@ def generation_params(
         ignore_eos=bool(body.ignore_eos),
         grammar=_grammar(body, tools),
         tools=tools,
-        template_values=template_values(body.chat_template_kwargs) if chat else b"",
+        template_values=(
+            template_values(with_effort(body.chat_template_kwargs, body.reasoning_effort))
+            if chat
+            else b""
+        ),
         ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
         thinks=bool(body.continue_final_message) and last_thinks(raw),
         cache_salt=body.cache_salt or "",

@@ -10,7 +10,6 @@ import pytest
 UNDECIDED = {
     "catalog.declared-v2": "skip",  # of a marketplace
     "chat.pong": "fail",  # the small model misspells
-    "chat.forwarded-fields": "warn",  # reasoning_effort is refused
     "tools.parallel-deltas": "fail",  # the small model ends no string
     "tools.round-trip": "skip",
     "structured.json-object": "skip",

@@ -207,7 +207,7 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
         ({"speed": "fast"}, "speed"),
         ({"n": 2}, "n"),
         ({"stop": ["x"]}, "stop"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort"),
         ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},

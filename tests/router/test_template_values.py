@@ -67,6 +67,38 @@ def test_a_chat_without_thinking_has_another_prompt(hermes: Running) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", lambda effort: {"reasoning_effort": effort}),
+        ("responses", lambda effort: {"reasoning": {"effort": effort, "summary": "auto"}}),
+        ("messages", lambda effort: {"output_config": {"effort": effort}}),
+    ],
+)
+def test_a_template_reads_the_effort_of_a_request(running_with: Any, path: str, field: Any) -> None:
+    router: Running = running_with()
+    template = b"{{ reasoning_effort }},{{ enable_thinking }},{{ messages[0].content }}"
+    router.open(template=template)
+    prompt = {"input": "say a"} if path == "responses" else {"messages": MESSAGES}
+    body = {"model": "tiny", **prompt} | ({"max_tokens": 4} if path == "messages" else {})
+    for effort, values, thinks in (
+        ("low", {}, True),
+        ("none", {}, False),
+        ("high", {"enable_thinking": False}, False),
+    ):
+        fields = body | field(effort) | {"chat_template_kwargs": values}
+        response = router.http.post(f"/v1/{path}", json=fields)
+        assert response.status_code == 200
+        shown = "" if path == "messages" and not values else str(thinks)
+        assert router.prompt().startswith(f"{effort},{shown},")
+        if path == "responses":
+            assert response.json()["reasoning"] == {"effort": effort, "summary": "auto"}
+    response = router.http.post(f"/v1/{path}", json=body | field("much"))
+    assert response.status_code == 400 and "effort" in response.json()["error"]["param"]
+    response = router.http.post("/v1/completions", json={"prompt": "a", "reasoning_effort": "low"})
+    assert response.json()["error"]["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "count"),
     [
         ("/v1/chat/completions", {}, "prompt_tokens"),

@@ -25,19 +25,19 @@ from medha_router.dialects.conversation import (
 from medha_router.protocol import (
     MAX_STOPS,
     Body,
+    Effort,
     GenerationParams,
     ModelName,
     PromptEnd,
     StopText,
     TokenizeParams,
     generation_params,
-    is_given,
     last_thinks,
     read_body,
     refuse_fields_of_others,
     refuse_unsupported,
     template_values,
-    unsupported,
+    with_usual,
 )
 from medha_router.structured.sources import RawJson
 from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, check_depth, read_tools
@@ -71,6 +71,7 @@ INSTEAD = {
     "stop": "stop_sequences",
     "output_format": "output_config.format",
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
 }
 NAMES = (
     ("stop", "stop_sequences"),
@@ -99,10 +100,10 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`output_config`; the schema of `format` is followed."""
+    """`output_config`; the schema of `format` is followed, and `effort` reaches the template."""
 
     format: OutputFormat | None = None
-    effort: str | None = None
+    effort: Effort = None
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +153,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: RawJson = msgspec.UNSET
     context_management: RawJson = msgspec.UNSET
     mcp_servers: RawJson = msgspec.UNSET
+    output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
 
 
@@ -212,8 +214,6 @@ def read_messages_body(data: bytes | bytearray) -> GenerationParams:
     refuse_fields_of_others(body, INSTEAD)
     messages, ending, tools = _prompt(body)
     output = body.output_config or OutputConfig()
-    if output.effort is not None:
-        raise unsupported("output_config.effort", output.effort)
     schema: RawJson = msgspec.UNSET
     if output.format is not None:
         schema = raw_json({"type": "json_schema", "json_schema": {"schema": output.format.schema}})
@@ -268,11 +268,15 @@ def _prompt(body: MessagesBody | CountTokensBody) -> tuple[bytes, PromptEnd, Too
 
 
 def _template_values(body: MessagesBody | CountTokensBody) -> RawJson:
-    """Return values for the chat template: those of the client, or names of models that may think:
-    of Qwen3 and of DeepSeek-V3.1."""
-    if body.thinking is None or is_given(body.chat_template_kwargs):
-        return body.chat_template_kwargs
-    return raw_json({"enable_thinking": body.thinking.on, "thinking": body.thinking.on})
+    """Return values for the chat template: those of the client, and names of models that may
+    think: of Qwen3 and of DeepSeek-V3.1."""
+    usual: dict[str, object] = {}
+    if body.thinking is not None:
+        usual = {"enable_thinking": body.thinking.on, "thinking": body.thinking.on}
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None:
+        usual["reasoning_effort"] = effort
+    return with_usual(body.chat_template_kwargs, usual) if usual else body.chat_template_kwargs
 
 
 def _tools(body: MessagesBody | CountTokensBody) -> Tools | None:

@@ -19,7 +19,6 @@ FIXED: dict[str, Any] = {
     "error": None,
     "max_tool_calls": None,
     "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "store": False,
     "top_logprobs": 0,

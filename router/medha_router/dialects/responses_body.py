@@ -24,6 +24,7 @@ from medha_router.dialects.conversation import (
 )
 from medha_router.protocol import (
     Body,
+    Effort,
     GenerationParams,
     OutputTokens,
     StreamOptions,
@@ -56,7 +57,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "previous_input_messages": ([],),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -78,6 +78,7 @@ INSTEAD = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 INPUT_NAMES = (("messages", "input"),)
 NAMES = (
@@ -89,6 +90,13 @@ NAMES = (
 
 class ResponseStreamOptions(StreamOptions, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """`reasoning`: the effort reaches the chat template. There are no summaries."""
+
+    effort: Effort = None
+    summary: Literal["auto"] | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +145,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     previous_input_messages: RawJson = msgspec.UNSET
     previous_response_id: RawJson = msgspec.UNSET
     prompt: RawJson = msgspec.UNSET
-    reasoning: RawJson = msgspec.UNSET
+    reasoning: Reasoning | None = None
     top_logprobs: RawJson = msgspec.UNSET
     truncation: RawJson = msgspec.UNSET
 
@@ -211,7 +219,11 @@ def read_responses(data: bytes | bytearray) -> ResponsesParams:
             raw_json(offered), _chat_choice(fields.tool_choice), body.parallel_tool_calls
         )
         params = generation_params(
-            msgspec.structs.replace(body, response_format=_chat_format(text_format)),
+            msgspec.structs.replace(
+                body,
+                response_format=_chat_format(text_format),
+                reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+            ),
             raw=messages,
             chat=True,
             max_output_tokens=body.max_output_tokens,
@@ -360,6 +372,7 @@ def _echoed(body: ResponsesBody, fields: _ToolFields, text: TextFormat | None) -
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": body.reasoning or Reasoning(),
             "temperature": body.temperature,
             "text": {"format": text or {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
