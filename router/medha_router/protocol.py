@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 import msgspec
@@ -25,11 +25,15 @@ from medha_router.structured.output_parser import ends_in_thinking
 from medha_router.structured.sources import GrammarSource, RawJson
 from medha_router.structured.tools import Tools, read_tools
 
-MAX_CHOICES = 8
+MAX_CHOICES = 64
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
 MAX_SALT_CHARS = 256
+MAX_BIASED, MAX_BAD_WORDS = 1024, 128
+MAX_BIAS, ALLOWED_BIAS = 100.0, 2048.0
+"""The second is what allowed tokens get: over that of others, it leaves these no weight at any
+temperature, and shifts a float32 score by less than 0.0002."""
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10
@@ -58,15 +62,15 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None
 PromptLogprobCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None
 BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
-Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+RequestName = Annotated[str, msgspec.Meta(max_length=128, pattern="^[ -~]*$")] | None
 ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
 
 # Fields that would change the output if they were supported, and the values that change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "early_stopping": (False,),
@@ -95,7 +99,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stream_interval": (1,),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
@@ -103,11 +106,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 CHAT_UNSUPPORTED = UNSUPPORTED | {
-    "add_special_tokens": (False,),
     "include_reasoning": (True, False),
 }
 COMPLETION_UNSUPPORTED = UNSUPPORTED | {
-    "add_special_tokens": (True,),
     "chat_template_kwargs": ({},),
 }
 # Fields of completions that vLLM reads in a chat, too.
@@ -145,10 +146,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that are refused unless they have a default value; raw JSON, which costs nothing."""
 
-    add_special_tokens: RawJson = msgspec.UNSET
-    allowed_token_ids: RawJson = msgspec.UNSET
     audio: RawJson = msgspec.UNSET
-    bad_words: RawJson = msgspec.UNSET
     chat_template: RawJson = msgspec.UNSET
     chat_template_kwargs: RawJson = msgspec.UNSET
     documents: RawJson = msgspec.UNSET
@@ -178,7 +176,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: RawJson = msgspec.UNSET
     suffix: RawJson = msgspec.UNSET
     thinking_token_budget: RawJson = msgspec.UNSET
-    truncate_prompt_tokens: RawJson = msgspec.UNSET
     use_beam_search: RawJson = msgspec.UNSET
     verbosity: RawJson = msgspec.UNSET
     vllm_xargs: RawJson = msgspec.UNSET
@@ -200,7 +197,13 @@ class Body(Unsupported, frozen=True, kw_only=True):
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    logit_bias: Annotated[dict[BiasKey, Bias], msgspec.Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], msgspec.Meta(max_length=MAX_BIASED)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_BIASED)] | None = None
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    request_id: RequestName = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
@@ -288,11 +291,13 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     `model` is empty if the client names none: the only one that is served.
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `prompt_logprobs`: of a field of their own, without those of
-    `echo`. `continuous_usage`: each chunk has the usage so far. `grammar`: what the output follows,
-    unchecked. `template_values`: JSON of `chat_template_kwargs`, unchecked, or empty. `ending`: how
-    a chat's prompt ends; `thinks`: in the thinking of a message that is continued. `cache_salt`:
-    only requests with the same one share cached pages.
+    holds only those of the client. `bad_words`: texts of tokens that the output may not have.
+    `special`: a prompt gets the special tokens of the tokenizer. `kept_tokens`: how many tokens of
+    a longer prompt are kept, -1 as many as fit, and at which end. `prompt_logprobs`: of a field of
+    their own, without those of `echo`. `continuous_usage`: each chunk has the usage so far.
+    `grammar`: what the output follows, unchecked. `template_values`: JSON of values for the chat
+    template, unchecked, or empty. `ending`: how a chat's prompt ends; `thinks`: in the thinking of
+    a message that is continued. `cache_salt`: only requests with the same one share cached pages.
     `shows_stop`, `shows_special`: whether the text has what ended it, and special tokens.
     `token_ids`: the answer has the ids of all tokens; `names_ids`: its log probabilities name them
     by id. `shows_thinking`: the answer has the thinking. `silent`: sampling parameters that the
@@ -312,6 +317,9 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     echo: bool = False
     prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
+    special: bool = True
+    kept_tokens: tuple[int, Literal["left", "right"]] | None = None
     ignore_eos: bool = False
     silent: frozenset[str] = frozenset()
     grammar: GrammarSource | None = None
@@ -487,7 +495,7 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         model=body.model or "",
         chat=chat,
         raw=given[0],
-        special=body.add_special_tokens is not False,
+        special=not chat and body.add_special_tokens is not False,
         ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
         tools=tools.raw if tools is not None else b"",
         template_values=values if chat else b"",
@@ -582,6 +590,13 @@ def generation_params(
             code="unsupported_value",
             param="prompt_logprobs",
         )
+    kept = body.truncate_prompt_tokens
+    if kept is not None and echo:
+        raise RequestError(
+            f"truncate_prompt_tokens is {kept} with echo: leave out one",
+            code="unsupported_value",
+            param="truncate_prompt_tokens",
+        )
     options = body.stream_options
     return GenerationParams(
         model=body.model or "",
@@ -597,6 +612,10 @@ def generation_params(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         echo=echo,
+        bad_words=tuple(body.bad_words or ()),
+        special=not chat if body.add_special_tokens is None else body.add_special_tokens,
+        kept_tokens=None if kept is None else (kept, body.truncation_side or "left"),
+        client_id=body.request_id or "",
         ignore_eos=bool(body.ignore_eos),
         grammar=_grammar(body, tools),
         tools=tools,
@@ -643,6 +662,12 @@ def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
             code="invalid_value",
             param="ignore_eos",
         )
+    if grammar is not None and body.allowed_token_ids:
+        raise RequestError(
+            f"allowed_token_ids stand with {grammar.param}: leave out one",
+            code="invalid_value",
+            param="allowed_token_ids",
+        )
     return grammar
 
 
@@ -658,7 +683,7 @@ def _sampling(body: Body, logprobs: int | None, echoed: int | None) -> Sampling:
         presence_penalty=given(body.presence_penalty, 0.0),
         frequency_penalty=given(body.frequency_penalty, 0.0),
         repetition_penalty=given(body.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(body.logit_bias or {}),
+        logit_bias=_logit_bias(body.logit_bias or {}, body.allowed_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=max(
             (count for count in (echoed, body.prompt_logprobs) if count is not None), default=None
@@ -669,7 +694,7 @@ def _sampling(body: Body, logprobs: int | None, echoed: int | None) -> Sampling:
     )
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+def _logit_bias(given: dict[str, float], allowed: Sequence[int]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit()) or not math.isfinite(value):
@@ -679,7 +704,21 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
                 param="logit_bias",
             )
         bias[int(key)] = value
+    for token in dict.fromkeys(allowed):
+        bias[token] = bias.get(token, 0.0) + ALLOWED_BIAS
+    check_biased(bias)
     return bias
+
+
+def check_biased(bias: Mapping[int, float]) -> None:
+    """Raise RequestError if too many tokens have a bias."""
+    if len(bias) > MAX_BIASED:
+        raise RequestError(
+            f"logit_bias, allowed_token_ids and bad_words name {len(bias)} tokens together: at "
+            f"most {MAX_BIASED}; name fewer",
+            code="invalid_value",
+            param="logit_bias",
+        )
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -82,6 +82,9 @@ def _serve_generations(
         request_id: str = request.state.request_id
         if request.state.client_id:
             params = msgspec.structs.replace(params, client_id=request.state.client_id)
+        elif params.client_id:
+            given = params.client_id.encode()
+            request.scope["state"][RESPONSE_HEADERS][CLIENT_REQUEST_ID.encode()] = given
 
         async def begin() -> ClientRequest:
             try:
@@ -108,6 +111,7 @@ def _serve_generations(
                 created=client_request.created,
                 parsers=[client_request.parser(index) for index in outputs],
                 names_ids=params.names_ids,
+                shown_id=params.client_id,
             )
 
         return OpenAiResponse(serving(request, params), make_builder)

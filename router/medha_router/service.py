@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,11 +29,13 @@ from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import (
+    MAX_BIAS,
     MAX_INT64,
     MAX_LOGPROBS,
     GenerationParams,
     SloOverride,
     TokenizeParams,
+    check_biased,
     check_min_tokens,
 )
 from medha_router.request_table import RouterState
@@ -273,12 +276,19 @@ class Service:
             salt=self._salt(params.model, _cache_owner(client_request)),
             adapter=client_request.adapter,
             texts=params.echo,
-            limit_tokens=model.max_context_tokens,
+            special=params.special,
+            limit_tokens=model.max_context_tokens if params.kept_tokens is None else 0,
             tools=params.tools.raw if params.tools is not None else b"",
             template_values=params.template_values,
             ending=params.ending,
         )
-        return await self.tokens.encode(job, client_request.client.owner)
+        prompts = await self.tokens.encode(job, client_request.client.owner)
+        if params.kept_tokens is None:
+            return prompts
+        most, side = params.kept_tokens
+        if most < 0:
+            most = model.max_context_tokens - max(1, params.max_output_tokens or 0)
+        return tuple(_cut(prompt, most, side) for prompt in prompts)
 
     async def _encoded(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
@@ -394,7 +404,9 @@ class Service:
                 client_request.slo_class.slo.tpot_s,
             ),
         )
-        generation.sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
+        generation.sampling = msgspec.structs.replace(
+            generation.sampling, stop_tokens=stop_tokens, logit_bias=_bias(params, version)
+        )
         if params.sampling.prompt_logprobs is not None:
             prompt = _scorable(prompt)
         generation.prompt_logprobs = []
@@ -411,9 +423,14 @@ class Service:
         return await self._grammars.check(key, tokenizer, grammar, owner)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
-        """Return the sampling with the checkpoint's defaults where the request is silent."""
+        """Return the sampling with the checkpoint's defaults where the request is silent, and
+        with a bias of the tokens of bad words."""
         defaults = version.hello.defaults.given() if self._config.generation_defaults else {}
-        used = {name: value for name, value in defaults.items() if name in params.silent}
+        used: dict[str, Any] = {
+            name: value for name, value in defaults.items() if name in params.silent
+        }
+        if params.bad_words:
+            used["logit_bias"] = _bias(params, version)
         return msgspec.structs.replace(params.sampling, **used) if used else params.sampling
 
     def _stop_tokens(self, params: GenerationParams, version: ModelVersion) -> tuple[int, ...]:
@@ -558,6 +575,39 @@ def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def _cut(prompt: Prompt, most: int, side: str) -> Prompt:
+    """Return the last tokens of a prompt if `side` is left, else the first ones.
+
+    Pages of what is left have no names: it is computed without the prefix cache.
+    """
+    if prompt.length <= most:
+        return prompt
+    tokens = prompt.tokens[: 4 * most] if side == "right" else prompt.tokens[4 * -most :]
+    return Prompt(tokens if most else b"", b"")
+
+
+def _bias(params: GenerationParams, version: ModelVersion) -> dict[int, float]:
+    """Return the bias of tokens, which forbids bad words; raises RequestError for a word that is
+    several tokens. As in vLLM, a word is also what follows a space."""
+    bias = dict(params.sampling.logit_bias)
+    if not params.bad_words or version.vocabulary is None:
+        return bias
+    encode = version.vocabulary.tokenizer.encode
+    for index, word in enumerate(params.bad_words):
+        bare = word.lstrip(" ")
+        first, spaced = (encode(space + bare, add_special_tokens=False).ids for space in ("", " "))
+        if len(first) != 1:
+            raise RequestError(
+                f"bad_words[{index}] is {word[:60]!r}, which has {len(first)} tokens: only words "
+                "of one token are supported by this server; leave it out",
+                code="unsupported_value",
+                param=f"bad_words[{index}]",
+            )
+        bias |= dict.fromkeys((first + spaced)[: 2 if len(spaced) == 1 else 1], -math.inf)
+    check_biased(bias)
+    return bias
+
+
 def _scorable(prompt: Prompt) -> Prompt:
     """Return the prompt without page names, so that every token of it is computed."""
     if prompt.length > MAX_SCORED_TOKENS:
@@ -592,10 +642,11 @@ def _check_takes_tools(version: ModelVersion, adapter: str) -> Format:
 
 
 def _check_bias(params: GenerationParams, vocab: int) -> None:
-    for token in params.sampling.logit_bias:
+    for token, value in params.sampling.logit_bias.items():
         if token >= vocab:
+            field = "logit_bias" if value <= MAX_BIAS else "allowed_token_ids"
             raise RequestError(
-                f"logit_bias has the token {token}: this model's vocabulary has {vocab} tokens",
+                f"{field} has the token {token}: this model's vocabulary has {vocab} tokens",
                 code="invalid_value",
-                param="logit_bias",
+                param=field,
             )

@@ -4,15 +4,19 @@ ids, special tokens, the stop, and a cache of its own."""
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+import msgspec
 import pytest
-from tests.router.conftest import END, Running
+import torch
+from tests.router.conftest import END, Running, byte_level_tokenizer
 
 from medha.errors import RequestError
 from medha.messages import from_bytes
 from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
+from medha_worker.sampler import SampledRow, sample
 
 START = END - 1
 QUESTION = {"role": "user", "content": "say abcdef"}
@@ -265,3 +269,118 @@ def test_only_requests_with_the_same_salt_share_cached_pages(served: Running) ->
     assert len({salt for salt, _ in (first, second, none)}) == 3
     assert len({hashes for _, hashes in (first, second, none)}) == 3
     assert ask(served, cache_salt="").status_code == 400
+
+
+# --- which tokens an output may have --------------------------------------------------------------
+
+
+def sampling(served: Running) -> Any:
+    return served.controllers[0].seen[-1].sampling
+
+
+def test_only_allowed_tokens_have_any_weight(served: Running) -> None:
+    allowed, scores = [5, 9, 200], torch.randn(1, 259, generator=torch.Generator().manual_seed(3))
+    scores[0, 17] = 40.0
+    ask(served, allowed_token_ids=[*allowed, 5], temperature=2.0, logit_bias={"9": -1, "17": 100})
+    rows = [
+        SampledRow(msgspec.structs.replace(sampling(served), seed=seed), seed, 0)
+        for seed in range(4000)
+    ]
+    drawn = [token for token, _ in sample(scores.expand(len(rows), -1), rows)]
+    own = scores[0, allowed] - torch.tensor([0.0, 1.0, 0.0])
+    expected = (own / 2.0).softmax(0)
+    for token, share in zip(allowed, expected.tolist(), strict=True):
+        assert drawn.count(token) / len(drawn) == pytest.approx(share, abs=0.03)
+    assert set(drawn) == set(allowed)
+
+
+def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: bytes) -> None:
+    letter = Vocabulary(byte_level_json).tokenizer.token_to_id("a")
+    ask(served, bad_words=["a", " a"], logit_bias={str(letter): 100})
+    assert sampling(served).logit_bias == {letter: -math.inf}
+    error = ask(served, bad_words=["b", "ab"]).json()["error"]
+    assert error["param"] == "bad_words[1]" and "'ab', which has 2 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [259]}, "allowed_token_ids"),
+        ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, ""),
+        ({"allowed_token_ids": list(range(1024)), "logit_bias": {"2000": 1}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"request_id": "a\nb"}, "request_id"),
+    ],
+)
+def test_what_cannot_hold_is_refused_by_its_name(
+    served: Running, fields: dict[str, Any], param: str
+) -> None:
+    for path in ("chat/completions", "completions"):
+        response = ask(served, path, **fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == (param or "allowed_token_ids")
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_cut_on_request(served: Running) -> None:
+    prompt = "x" * 3000 + "say abc"
+    assert ask(served, "completions", prompt=prompt).status_code == 400
+    for kept, side, tokens in (
+        (7, {}, 7),
+        (7, {"truncation_side": "left"}, 7),
+        (-1, {}, 2048 - 16),
+        (4000, {"truncation_side": "right", "prompt": "say abc"}, 8),
+    ):
+        fields = {"prompt": prompt, "truncate_prompt_tokens": kept, **side}
+        answer = ask(served, "completions", **fields).json()
+        assert answer["choices"][0]["text"] == "abc"
+        assert answer["usage"]["prompt_tokens"] == len(seen(served)) == tokens - (kept == 4000)
+    ask(served, "completions", prompt=prompt, truncate_prompt_tokens=5, truncation_side="right")
+    assert len(set(seen(served))) == 1 and len(seen(served)) == 5
+    response = ask(served, "completions", echo=True, truncate_prompt_tokens=5)
+    assert response.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_special_tokens_are_added_on_request(running_with: Any, make_hello: Any) -> None:
+    text = json.loads(byte_level_tokenizer())
+    start = {"id": "<|start|>", "ids": [START], "tokens": ["<|start|>"]}
+    own, pair = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    first = {"SpecialToken": {"id": "<|start|>", "type_id": 0}}
+    text["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, own],
+        "pair": [first, own, pair],
+        "special_tokens": {"<|start|>": start},
+    }
+    running: Running = running_with()
+    running.open(tokenizer=json.dumps(text).encode())
+    for path, usual in (("completions", 1), ("chat/completions", 0)):
+        options: tuple[dict[str, Any], ...] = ({}, {"add_special_tokens": True})
+        counts = [
+            ask(running, path, **fields).json()["usage"]["prompt_tokens"]
+            for fields in (*options, {"add_special_tokens": False})
+        ]
+        assert [count - counts[2] for count in counts] == [usual, 1, 0]
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def test_a_chat_has_up_to_64_choices(served: Running) -> None:
+    assert len(ask(served, n=64, max_tokens=9).json()["choices"]) == 64
+    assert ask(served, n=65).json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("chat/completions", "chatcmpl"), ("completions", "cmpl")]
+)
+def test_a_request_may_name_itself(served: Running, path: str, kind: str) -> None:
+    response = ask(served, path, request_id="mine")
+    assert response.json()["id"] == f"{kind}-mine" and response.headers["x-request-id"] == "mine"
+    assert response.json()["x_medha"]["request_id"] == response.headers["x-medha-request-id"]
+    (first, *_) = chunks(served, path, request_id="mine")
+    assert first["id"] == f"{kind}-mine"

@@ -255,7 +255,7 @@ def read_count_tokens(data: bytes | bytearray) -> TokenizeParams:
         model=body.model or "",
         chat=True,
         raw=messages,
-        special=True,
+        special=False,
         ending=ending,
         tools=tools.raw if tools is not None else b"",
         template_values=template_values(_template_values(body)),

@@ -70,8 +70,8 @@ class TokenIds(msgspec.Struct, frozen=True):
 class ResponseBuilder:
     """Builds the JSON objects of one response, each with its id, model and creation time.
 
-    `parsers` split each choice of a chat. If `names_ids`, log probabilities name tokens by id, as
-    vLLM's `return_tokens_as_token_ids` asks.
+    `shown_id` stands in them, if the client gives one. `parsers` split each choice of a chat. If
+    `names_ids`, log probabilities name tokens by id, as vLLM's `return_tokens_as_token_ids` asks.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class ResponseBuilder:
         created: int,
         parsers: Sequence[OutputParser] = (),
         names_ids: bool = False,
+        shown_id: str = "",
     ) -> None:
         self._chat, self._request_id, self._parsers = chat, id, parsers
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{id}"
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{shown_id or id}"
         self._model, self._created = model, created
         self._names_ids = names_ids
         # Each chunk begins with the same fields.

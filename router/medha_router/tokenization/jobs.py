@@ -94,7 +94,7 @@ class _PromptState:
             self._check_bytes(source)
             self._ends = encoder.cut(source)
             self.chars = len(source)
-            if job.add_special_tokens and not job.chat:
+            if job.add_special_tokens:
                 self._opening, self._closing = encoder.special_tokens()
         else:
             self._ends = [*range(STEP_TOKENS, len(source), STEP_TOKENS), len(source)]
