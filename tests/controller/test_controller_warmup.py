@@ -77,13 +77,23 @@ def test_a_group_lost_while_it_is_measured_is_measured_again(
     idle(replica)
 
 
-def warmup() -> Warmup:
+@pytest.mark.parametrize("context", [1, 10, 33, 34, 300])
+def test_no_batch_of_a_small_context_exceeds_it(context: int) -> None:
+    dummies = warmup(max_context_tokens=context)
+    while (batch := dummies.next(0.0)) is not None:
+        for chunk in batch.chunks:
+            assert 0 < chunk.length <= context - chunk.start
+        dummies.done(batch.number, 0.01)
+    assert dummies.samples
+
+
+def warmup(max_context_tokens: int = 4096) -> Warmup:
     return Warmup(
         group=0,
         spp=1,
         pages=4096,
         page_tokens=64,
-        max_context_tokens=4096,
+        max_context_tokens=max_context_tokens,
         vocab=256,
         budget_s=2.0,
         longest_s=10.0,

@@ -168,7 +168,7 @@ class Warmup:
             yield from self._prefix()
 
     def _decodes(self, count: int) -> Iterator[tuple[Chunk, ...]]:
-        if not self._fits(count * (DECODE_CONTEXT + self._page_tokens)):
+        if not self._fits(count * (DECODE_CONTEXT + self._page_tokens), DECODE_CONTEXT + 2):
             return
         seqs = [self._begin() for _ in range(count)]
         yield tuple(self._chunk(seq, 0, DECODE_CONTEXT, yields=True) for seq in seqs)
