@@ -106,6 +106,30 @@ def test_text_that_is_no_resource(folder: Path, refusal: Refusal) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "must hold one mapping"),
+        ("api_keys: [", "must be YAML (line 1: "),
+        ("api_key: keys", "--router-config is api_key: must be one of api_keys, class_headers, "),
+        ("api_key: keys", "did you mean api_keys?"),
+        ("port: 80", "--router-config is port: must be one of"),
+        ("max_queue: many", "must hold valid settings (Expected `int`, got `str` - at `$.max_q"),
+        ("api_keys: nowhere", "nowhere: must be a file that can be read (No such file or dir"),
+        ("api_keys: model", "model: must be a file that can be read (Is a directory)"),
+    ],
+)
+def test_settings_of_the_router_that_cannot_be_followed(
+    folder: Path, refusal: Refusal, text: str, sentence: str
+) -> None:
+    (folder / "router.yaml").write_text(text)
+    assert sentence in refusal(folder, "--router-config", "router.yaml")
+
+
+def test_a_file_of_router_settings_that_does_not_exist(folder: Path, refusal: Refusal) -> None:
+    assert "--router-config is nope: must be a file" in refusal(folder, "--router-config", "nope")
+
+
+@pytest.mark.parametrize(
     ("name", "sentence"),
     [
         (

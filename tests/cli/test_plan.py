@@ -21,6 +21,7 @@ from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet
 from medha.cli.local_fleet.launches import controller_launch, rank_launch, router_launch
 from medha.cli.local_fleet.run_dir import PREFIX, RunDir, remove_stale
 from medha.cli.resource_file import read_resources
+from medha.cli.router_settings import read_router_settings
 from medha.config import POLICIES as KNOWN
 from medha.config import AdapterFolder, RouterConfig, Scheduling, WorkerConfig, read
 from medha.errors import CheckpointError, SetupError, SpecError
@@ -93,6 +94,19 @@ def test_each_copy_of_a_resource_is_a_replica_with_a_port_of_its_own() -> None:
     ]
     assert plan.router.models[0].name == "m"
     assert {replica.config.routers for replica in plan.replicas} == {(plan.router.fleet_bind,)}
+
+
+def test_settings_of_the_router_reach_its_config(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("")
+    file = tmp_path / "router.yaml"
+    file.write_text("api_keys: keys\nclass_headers: {x-tier: {gold: fast}}\nmax_queue: 7\n")
+    plain = plan_fleet([resource()], place()).router
+    router = plan_fleet([resource()], place(router_settings=read_router_settings(file))).router
+    assert router.api_keys == str(tmp_path / "keys")
+    assert router.class_headers == {"x-tier": {"gold": "fast"}}
+    assert router.max_queue == 7
+    restored = {name: getattr(plain, name) for name in ("api_keys", "class_headers", "max_queue")}
+    assert msgspec.structs.replace(router, **restored) == plain
 
 
 def test_ranks_are_planned_up_to_the_largest_replica() -> None:

@@ -66,6 +66,10 @@ def run_up(
     profile: Annotated[
         pathlib.Path | None, typer.Option(help="what `medha calibrate` wrote; else measured")
     ] = None,
+    router_config: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="YAML of settings of the router, such as api_keys: FILE"),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="print warnings and errors only")] = False,
     decision_log: Annotated[
         bool, typer.Option("--decision-log", help="write every scheduling decision to the run dir")
@@ -89,6 +93,7 @@ def run_up(
         decision_log=decision_log,
         dummy_weights=dummy_weights,
         profile=profile,
+        router_config=router_config,
     )
     up(options, Console(stderr=True))
 

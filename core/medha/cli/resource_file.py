@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import msgspec
 import yaml
@@ -13,29 +14,28 @@ from medha.spec import CheckpointSource, MedhaReplica, parse_all
 
 def read_resources(path: pathlib.Path) -> tuple[MedhaReplica, ...]:
     """Read every MedhaReplica of the file. Raises SpecError or UserErrors."""
+    documents = read_documents(path, "-f", "name a file with a MedhaReplica")
+    return tuple(_resolved(replica, path) for replica in parse_all(documents))
+
+
+def read_documents(path: pathlib.Path, option: str, remedy: str) -> list[Any]:
+    """Read all YAML documents of the file that `option` names. Raises SpecError."""
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise SpecError(
-            "-f",
-            str(path),
-            f"must be a file that can be read ({error.strerror})",
-            "name a file with a MedhaReplica",
+            option, str(path), f"must be a file that can be read ({error.strerror})", remedy
         ) from None
     except UnicodeDecodeError:
-        raise SpecError("-f", str(path), "must be text in UTF-8", "save it as UTF-8") from None
+        raise SpecError(option, str(path), "must be text in UTF-8", "save it as UTF-8") from None
     except yaml.YAMLError as error:
         raise SpecError(
-            "-f", str(path), f"must be YAML ({_first_fault(error)})", "fix that line"
+            option, str(path), f"must be YAML ({_first_fault(error)})", "fix that line"
         ) from None
     except RecursionError:
         raise SpecError(
-            "-f",
-            str(path),
-            "must be YAML of a few levels, not thousands",
-            "write a MedhaReplica",
+            option, str(path), "must be YAML of a few levels, not thousands", "nest it less"
         ) from None
-    return tuple(_resolved(replica, path) for replica in parse_all(documents))
 
 
 def _resolved(replica: MedhaReplica, file: pathlib.Path) -> MedhaReplica:

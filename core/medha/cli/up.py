@@ -29,6 +29,7 @@ from medha.cli.local_fleet.status_poll import ROUTER, FleetPoll
 from medha.cli.local_fleet.stopping import StopSignals, stop_all
 from medha.cli.local_fleet.supervisor import Supervisor
 from medha.cli.resource_file import read_resources
+from medha.cli.router_settings import read_router_settings
 from medha.errors import SetupError
 from medha.messages import ReplicaStatus
 from medha.spec import MedhaReplica
@@ -52,6 +53,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     decision_log: bool = False
     dummy_weights: bool = False
     profile: pathlib.Path | None = None
+    router_config: pathlib.Path | None = None
     drain_s: float = DRAIN_S
 
 
@@ -97,6 +99,9 @@ def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, st
     with faults.collect():
         if options.profile is not None:
             profile.read(options.profile, "--profile")
+    with faults.collect():
+        if options.router_config is not None:
+            read_router_settings(options.router_config)
     faults.raise_all()
     return folders
 
@@ -144,6 +149,9 @@ def _plan(
         decision_log=options.decision_log,
         dummy_weights=options.dummy_weights,
         profile=str(options.profile.absolute()) if options.profile is not None else "",
+        router_settings=(
+            read_router_settings(options.router_config) if options.router_config is not None else {}
+        ),
     )
     plan = plan_fleet(resources, host)
     for replica in plan.replicas:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `fleet_address` is the router's address for controllers; `controller_ports` are free ports for
     the controllers' ops servers, one per replica; `checkpoints` maps a resource's name to its
-    folder.
+    folder; `router_settings` are further fields of the RouterConfig.
     """
 
     run_dir: str
@@ -42,6 +43,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     decision_log: bool = False
     dummy_weights: bool = False
     profile: str = ""
+    router_settings: Mapping[str, Any] = {}
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +115,7 @@ def router_models(resources: Sequence[MedhaReplica]) -> tuple[RouterModel, ...]:
 
 
 def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConfig:
-    return RouterConfig(
+    config = RouterConfig(
         host=host.address,
         port=host.port,
         ops_port=host.ops_port,
@@ -125,6 +127,7 @@ def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConf
         run_dir=host.run_dir,
         log_level=host.log_level,
     )
+    return msgspec.structs.replace(config, **host.router_settings)
 
 
 def _replica(
