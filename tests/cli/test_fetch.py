@@ -120,8 +120,10 @@ def test_an_interrupted_transfer_continues_where_it_ended(server: Server, tmp_pa
 def test_existing_files_are_not_fetched_again(server: Server, tmp_path: Path) -> None:
     fetch_files(server, tmp_path)
     server.requested.clear()
-    fetch_files(server, tmp_path)
+    lines: list[str] = []
+    fetch(server.url, tmp_path, lines.append)
     assert {name for name, _ in server.requested}.isdisjoint(server.files)
+    assert {line.partition(": kept")[0] for line in lines} == set(server.files)
 
 
 def test_a_missing_checkpoint_fails_at_once_with_its_address(

@@ -111,6 +111,7 @@ class _Source:
         """Download a file; returns False for a missing optional file, raises for a required one."""
         whole, part = self._folder / name, self._folder / f"{name}.part"
         if whole.exists():
+            self._say(f"{name}: kept; remove it to fetch it again")
             return True
         why = ""
         for attempt in range(TRIES):
