@@ -156,7 +156,7 @@ class RequestTable:
         if self._end(client_request, now):
             self._metrics.cancelled(client_request)
             self._log.info(
-                "cancelled: the client disconnected",
+                "cancelled: its connection ended",
                 extra={"fields": client_request.log_fields},
             )
 
