@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,10 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/tokenize":
-            self._whole(200 if body["model"] == "m" else 404, {"tokens": [11, 12, 13, 12]})
+            if body["model"] == "m":
+                self._whole(200, {"tokens": [11, 12, 13, 12]})
+            else:
+                self._whole(404, {"error": {"message": "this server has m"}})
             return
         self.server.seen.append((body, dict(self.headers)))
         length = len(body["prompt"])
@@ -182,9 +186,18 @@ def test_a_server_without_the_model_is_reported_before_the_first_request(
 ) -> None:
     target = Target(url=server.url, model="other")
     workload = trace(tmp_path / "t.jsonl", (0.0, 9, 1, []))
-    with pytest.raises(SetupError, match=r"/tokenize does not answer for other"):
+    with pytest.raises(SetupError, match=r"tokenize refuses .* with 404: this server has m"):
         replay(options(server, workload, target=target), Console(file=io.StringIO()))
     assert server.seen == []
+
+
+def test_an_address_without_a_server_is_reported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    target = Target(url=f"http://127.0.0.1:{port}", model="m")
+    workload = trace(tmp_path / "t.jsonl", (0.0, 9, 1, []))
+    with pytest.raises(SetupError, match=r"does not answer for m .* check the URL"):
+        replay(ReplayOptions(target=target, workload=workload), Console(file=io.StringIO()))
 
 
 def test_lengths_arrive_at_the_rate_and_are_scaled_and_cut(server: Server, tmp_path: Path) -> None:

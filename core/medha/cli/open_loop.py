@@ -205,14 +205,25 @@ async def vocabulary(client: httpx.AsyncClient, target: Target) -> list[int]:
     body = {"model": target.model, "prompt": SAMPLE, "add_special_tokens": False}
     try:
         answer = await client.post("/tokenize", json=body, headers=target.headers("default"))
-        answer.raise_for_status()
+        if answer.is_error:
+            raise SetupError(
+                f"{target.url}/tokenize refuses a request for {target.model} with "
+                f"{answer.status_code}: {_message(answer)}"
+            )
         tokens = answer.json()["tokens"]
     except (httpx.HTTPError, KeyError, ValueError) as error:
         raise SetupError(
-            f"{target.url}/tokenize does not answer for {target.model} ({error!r}): check the URL "
-            "and the model's name"
+            f"{target.url}/tokenize does not answer for {target.model} ({error}): check the URL"
         ) from None
     return sorted(set(tokens))
+
+
+def _message(answer: httpx.Response) -> str:
+    """Return the message of an error, or the start of an answer of another form."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (KeyError, TypeError, ValueError):
+        return answer.text[:200] or "no message; check the URL"
 
 
 def prompts_from(vocabulary: Sequence[int], seed: int, block_tokens: int = BLOCK_TOKENS) -> Prompts:
