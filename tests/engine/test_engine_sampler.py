@@ -240,6 +240,16 @@ def test_a_row_without_a_finite_logit_ends_its_sequence() -> None:
         assert token(dead, temperature=temperature, stop_tokens=(7, 8)) == 7
 
 
+@pytest.mark.parametrize(("stops", "expected"), [((VOCAB, 8), 8), ((VOCAB + 5, 1 << 30), 0)])
+def test_a_row_without_a_finite_logit_yields_a_token_of_the_vocabulary(
+    stops: tuple[int, ...], expected: int
+) -> None:
+    """Log probabilities, penalties and embeddings take no other."""
+    dead = torch.full((VOCAB,), float("-inf"))
+    for temperature in (0.0, 1.0):
+        assert token(dead, temperature=temperature, stop_tokens=stops, logprobs=3) == expected
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 1e-4, 10.0])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     scores = logits(spread=1e4)

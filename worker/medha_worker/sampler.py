@@ -115,14 +115,14 @@ def draw(
 
     `alone` samples non-greedy rows separately, since a GPU sums several rows in another order. NaN
     counts as −∞. A row without any finite logit yields its first stop token (else 0), which ends
-    the sequence rather than the rank.
+    the sequence rather than the rank; tokens beyond the vocabulary do not count.
     """
     raw = torch.nan_to_num(logits, nan=-math.inf, posinf=1e30, neginf=-math.inf)
     scores = _adjusted(raw, draws, device)
     best, tokens = scores.max(-1)
     settings = [row.sampling for row in draws]
     hot = [i for i, own in enumerate(settings) if own.temperature >= GREEDY_BELOW]
-    stops = [own.stop_tokens[0] if own.stop_tokens else 0 for own in settings]
+    stops = [next((t for t in own.stop_tokens if t < raw.shape[1]), 0) for own in settings]
     uploaded = device.upload(np.array(stops + hot, dtype=np.int64))[0]
     ends, rows = uploaded[: len(stops)], uploaded[len(stops) :]
     if hot:
