@@ -16,6 +16,7 @@ import torch
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
@@ -27,7 +28,7 @@ from medha.config import WorkerConfig
 from medha.errors import CheckpointError
 from medha.topology import Topology
 from medha_worker.model.checkpoint_writer import TinyModel
-from medha_worker.model.rope import Rotary, interleaved, rotate
+from medha_worker.model.rope import Rotary, frequencies, interleaved, rotate
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500_000.0},
@@ -97,6 +98,20 @@ def test_angles_are_those_of_transformers(name: str, length: int, tmp_path: path
     mine = rotary.angles(positions, [(length, length)])
     for actual, expected in zip(mine, (cos, sin), strict=True):
         assert torch.allclose(actual[:, 0], expected[0, :, :32], atol=2e-5 * max(1, length // 1000))
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.7, 32.0])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn", "yarn, not truncated"])
+def test_scaled_frequencies_are_those_of_transformers_to_the_last_bit(
+    name: str, head_dim: int, factor: float, tmp_path: pathlib.Path
+) -> None:
+    """A rounding that differs would count a million times at position 1,000,000."""
+    settings = {"rope_theta": 500_000.0} | SETTINGS[name] | {"factor": factor}
+    raw = BASE | {"head_dim": head_dim, "rope_parameters": settings}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected, _ = ROPE_INIT_FUNCTIONS[str(settings["rope_type"])](LlamaConfig(**raw), "cpu")
+    assert torch.equal(frequencies(read_config(tmp_path).rope, head_dim, 0), expected)
 
 
 def test_old_and_new_names_mean_the_same(tmp_path: pathlib.Path) -> None:

@@ -99,25 +99,36 @@ def frequencies(rope: Rope, head_dim: int, tokens: int) -> torch.Tensor:
         grown = rope.factor * ratio - (rope.factor - 1)
         theta *= grown ** (head_dim / (head_dim - 2))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    f = 1.0 / (theta**exponent)
+    waves = theta**exponent
+    f = 1.0 / waves
     if rope.kind == "linear":
         return f / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, f)
     if rope.kind == "yarn":
-        return _yarn(rope, f, head_dim)
+        return _yarn(rope, f, head_dim, waves)
     return f
 
 
 def _llama3(rope: Rope, f: torch.Tensor) -> torch.Tensor:
-    """Blend by wavelength: scaled below low_freq_factor turns, unscaled above high_freq_factor."""
-    turns = rope.original_tokens * f / (2 * math.pi)
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return (1 - keep) * f / rope.factor + keep * f
+    """Blend by wavelength: scaled below low_freq_factor turns, unscaled above high_freq_factor.
+
+    Here and in yarn, operations are in transformers' order: late positions multiply every rounding.
+    """
+    waves = 2 * math.pi / f
+    keep = (rope.original_tokens / waves - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - keep) * f / rope.factor + keep * f
+    blended = torch.where(
+        waves > rope.original_tokens / rope.low_freq_factor, f / rope.factor, blended
+    )
+    return torch.where(waves < rope.original_tokens / rope.high_freq_factor, f, blended)
 
 
-def _yarn(rope: Rope, f: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: Rope, f: torch.Tensor, head_dim: int, waves: torch.Tensor) -> torch.Tensor:
+    """Blend by turns; `waves` are θ^(2i/d) = 1 / f."""
+
     def pair_of(turns: float) -> float:
         """Return the (fractional) pair that makes `turns` turns over the trained length."""
         wave = rope.original_tokens / (turns * 2 * math.pi)
@@ -129,7 +140,8 @@ def _yarn(rope: Rope, f: torch.Tensor, head_dim: int) -> torch.Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return f / rope.factor * ramp + f * (1 - ramp)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * waves) * (1 - keep) + f * keep
 
 
 def _yarn_scale(rope: Rope) -> float:
