@@ -187,6 +187,28 @@ def test_products_in_tiles_are_those_of_the_whole_weight(
                 torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_give_in_the_compiled_kernel_what_they_give_in_tiles(biased: bool) -> None:
+    parts = [
+        Fp8Parts(
+            torch.randn(outputs, 192).to(torch.float8_e4m3fn),
+            torch.rand(-(-outputs // 32), 3),
+            torch.arange(outputs, dtype=torch.int32) // 32,
+        )
+        for outputs in (40, 96)
+    ]
+    bias = torch.randn(136) if biased else None
+    native = fp8_linear(parts, Scratch(torch.float32, "cpu"), bias)
+    tiles = dataclasses.replace(native, scratch=Scratch(torch.float32, "cpu"))
+    tiles.scratch.native = None
+    for count in (1, 3, 8, 9):
+        x, sums = torch.randn(count, 192), torch.randn(count, 136).repeat(2, 1, 1)
+        torch.testing.assert_close(native(x), tiles(x), rtol=1e-5, atol=1e-4)
+        native.onto(x, sums[0])
+        tiles.onto(x, sums[1])
+        torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-4)
+
+
 def test_in_blocks_a_row_has_the_same_bits_in_any_batch() -> None:
     """Products of fixed rows are a GPU's; in float64 torch multiplies here, too."""
     numbers = torch.randn(96, 64).to(torch.float8_e4m3fn)

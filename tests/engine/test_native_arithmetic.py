@@ -1,5 +1,5 @@
-"""The compiled kernel for norms and gated activations, in every instruction set that it has,
-against the same in float64."""
+"""The compiled kernels for norms, gated activations and FP8 products, in every instruction set that
+they have, against the same in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional
 
 from medha_worker.model.layers import TorchArithmetic
-from medha_worker.model.native_arithmetic import MANY_THREADS, NativeArithmetic
+from medha_worker.model.native_arithmetic import (
+    FP8_ROWS,
+    FP8_THREADS,
+    MANY_THREADS,
+    NativeArithmetic,
+    NativeFp8,
+)
 
 LANES = pytest.mark.parametrize("lanes", [4, 8, 16])
 EPS = 1e-5
@@ -87,5 +93,68 @@ def test_many_threads_are_left_to_torch() -> None:
     try:
         result = NativeArithmetic(EPS).activated(both)
         assert torch.equal(result, TorchArithmetic(EPS).activated(both))
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- products with FP8 weights --------------------------------------------------------------------
+
+Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def drawn_weight(outputs: int, inputs: int, parts: int, block: int = 3) -> Weight:
+    """FP8 numbers of all sizes, scales of parts, and the block of each output."""
+    numbers = drawn(outputs, inputs, spread=100.0).clamp(-448, 448)
+    numbers[::5] /= 1e4  # denormals, and zeros
+    of_output = torch.arange(outputs, dtype=torch.int32) // block
+    scales = drawn(int(of_output[-1]) + 1, parts).abs() / 100
+    return numbers.to(torch.float8_e4m3fn), scales, of_output
+
+
+def widened(numbers: torch.Tensor, scales: torch.Tensor, of_output: torch.Tensor) -> torch.Tensor:
+    step = numbers.shape[1] // scales.shape[1]
+    return numbers.double() * scales.double()[of_output.long()].repeat_interleave(step, 1)
+
+
+@LANES
+def test_every_fp8_number_is_widened_exactly_at_every_place(lanes: int) -> None:
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
+    finite = numbers[~numbers.float().isnan()]
+    weight = finite.view(-1, 1).expand(-1, 32).contiguous()
+    blocks = torch.arange(len(finite), dtype=torch.int32) % 2
+    for place in range(32):
+        x = torch.zeros(1, 32)
+        x[0, place] = 1.0
+        out = NativeFp8(lanes)(x, weight, torch.tensor([[1.0], [0.375]]), blocks)[0]
+        assert torch.equal(out, finite.float() * torch.tensor([1.0, 0.375])[blocks.long()])
+
+
+@LANES
+@pytest.mark.parametrize("rows", range(1, FP8_ROWS + 1))
+@pytest.mark.parametrize(("inputs", "parts"), [(32, 1), (96, 3), (256, 2), (352, 1)])
+def test_products_with_fp8_weights_are_nearly_exact(
+    lanes: int, rows: int, inputs: int, parts: int
+) -> None:
+    native, weight, x = NativeFp8(lanes), drawn_weight(17, inputs, parts), drawn(rows, inputs)
+    assert native.serves(x, *weight)
+    expected = x.double() @ widened(*weight).t()
+    torch.testing.assert_close(native(x, *weight).double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_other_products_with_fp8_weights_are_left_to_torch() -> None:
+    native, (numbers, scales, of_output) = NativeFp8(), drawn_weight(17, 192, 3)
+    x = drawn(2, 192)
+    assert native.serves(x, numbers, scales, of_output)
+    assert not native.serves(drawn(FP8_ROWS + 1, 192), numbers, scales, of_output)
+    assert not native.serves(drawn(0, 192), numbers, scales, of_output)
+    assert not native.serves(x.bfloat16(), numbers, scales, of_output)
+    assert not native.serves(drawn(192, 2).t(), numbers, scales, of_output)
+    assert not native.serves(drawn(2, 160), numbers, scales, of_output)
+    assert not native.serves(x, numbers, scales.expand(-1, 3).repeat(1, 3), of_output)
+    assert not native.serves(x, numbers, scales, of_output.long())
+    before = torch.get_num_threads()
+    torch.set_num_threads(FP8_THREADS)
+    try:
+        assert not native.serves(x, numbers, scales, of_output)
     finally:
         torch.set_num_threads(before)

@@ -1,11 +1,15 @@
 /* Norms and gated activations of rows in float32, each in one pass: torch takes several, and its
-   exponential a scalar at a time where rows are not contiguous. Plain C: no Python, no torch;
-   native_arithmetic.py checks all inputs. The instruction set is chosen at each call. */
+   exponential a scalar at a time where rows are not contiguous. Products of few rows with FP8
+   weights, which are widened in registers. Plain C: no Python, no torch; native_arithmetic.py checks
+   all inputs. The instruction set is chosen at each call. */
 
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+/* Rows that share a widened weight, at most. */
+#define FP8_ROWS 4
 
 #define SET(x) x##_plain
 #define TARGET
@@ -54,4 +58,14 @@ void medha_norm(const float *x, int64_t rows, int64_t size, const float *weight,
                 float *out, int64_t width)
 {
     CALL(norm, width, x, rows, size, weight, (float)eps, out);
+}
+
+/* out = x W for rows `x` [rows, inputs] and FP8 `numbers` [outputs, inputs], inputs = step * parts:
+   input i of output o counts scales[of_output[o], i / step] times; `step` a multiple of 32. Of every
+   32 inputs, x has the even ones first. */
+void medha_fp8(const float *x, int64_t rows, int64_t step, int64_t parts, const char *numbers,
+               int64_t outputs, const float *scales, const int32_t *of_output, float *out,
+               int64_t width)
+{
+    CALL(fp8, width, x, rows, step, parts, numbers, outputs, scales, of_output, out);
 }

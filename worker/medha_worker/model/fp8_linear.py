@@ -4,7 +4,8 @@
 
 A product dequantises a tile of outputs, multiplies, and goes on to the next in the same scratch, so
 that a rank needs memory for one tile only, which on a GPU stays in its cache. Weights are those of
-the dequantised checkpoint, bit by bit. FlashInfer's and torch's FP8 products are not used: they
+the dequantised checkpoint, bit by bit. On a CPU, few rows are multiplied by a kernel that widens
+weights in registers (see `NativeFp8`). FlashInfer's and torch's FP8 products are not used: they
 round activations to FP8, too.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from medha_worker.model.layers import Projection, linear
+from medha_worker.model.native_arithmetic import NativeFp8
 from medha_worker.model.packed_weights import Fp8Parts
 
 # Entries of a tile; a tile has at least one output.
@@ -40,6 +42,9 @@ class Scratch:
         on_cpu = torch.device(at).type == "cpu"
         self.dtype, self._by_bits = dtype, on_cpu if by_bits is None else by_bits
         self.tile = tile or (TILE_ON_CPU if on_cpu else TILE_ON_GPU)
+        self.native: NativeFp8 | None = None
+        if on_cpu and dtype == torch.float32:
+            self.native = NativeFp8()
         self._memory = torch.empty(0, dtype=dtype, device=at)
         self._halves = torch.empty(0, dtype=torch.int16, device=at)
         self._wide = self._memory
@@ -101,6 +106,9 @@ class Fp8Linear:
         return self.scratch.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self._of_few(x)
+        if whole is not None:
+            return whole
         outputs = len(self.numbers)
         out = x.new_empty(len(x), outputs)
         for tile, product in self._tiles():
@@ -111,6 +119,10 @@ class Fp8Linear:
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·W + b, in place."""
+        whole = self._of_few(x)
+        if whole is not None:
+            sum_.add_(whole)
+            return
         for tile, product in self._tiles():
             product.onto(x, sum_[:, tile])
 
@@ -121,6 +133,15 @@ class Fp8Linear:
     def by_output(self) -> torch.Tensor:
         """Return the weight as [out, in]."""
         return torch.cat([self._dequantised(tile).clone() for tile in self._cuts()])
+
+    def _of_few(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the product if the compiled kernel serves it."""
+        weight = self.numbers, self.scales, self.of_output
+        native = self.scratch.native
+        if native is None or self.rows or not native.serves(x, *weight):
+            return None
+        out = native(x, *weight)
+        return out if self.bias is None else out.add_(self.bias)
 
     def _tiles(self) -> Iterator[tuple[slice, Projection]]:
         """Yield some outputs and their products, each valid until the next."""

@@ -1,6 +1,6 @@
-"""Norms and gated activations on a CPU, each in one pass: the kernel of arithmetic.c.
+"""Norms, gated activations and products with FP8 weights on a CPU: the kernels of arithmetic.c.
 
-Every pointer passed to the kernel refers to a tensor checked here. Other types, sizes and layouts
+Every pointer passed to a kernel refers to a tensor checked here. Other types, sizes and layouts
 are left to torch, and so is a process of many threads, among which torch shares the work.
 """
 
@@ -17,6 +17,10 @@ from medha_worker.model.layers import TorchArithmetic
 LIBRARY = pathlib.Path(__file__).with_name("arithmetic.kernel.so")
 # Threads from which on torch is faster.
 MANY_THREADS = 4
+# The same for FP8 products, and rows up to which it is slower with any vector width.
+FP8_THREADS, FP8_ROWS = 8, 8
+# Inputs that the kernel reads at once, even ones first.
+FP8_INPUTS = 32
 
 
 class NativeArithmetic(TorchArithmetic):
@@ -69,3 +73,63 @@ def _served(x: torch.Tensor) -> bool:
         and x.shape[-1] % LANES == 0
         and torch.get_num_threads() < MANY_THREADS
     )
+
+
+class NativeFp8:
+    """The compiled kernel for products of few float32 rows with FP8 weights.
+
+    Of the weights, [outputs, inputs], `scales` [blocks, parts] multiply equal parts of the inputs;
+    `of_output` [outputs] is the block of each output.
+    """
+
+    def __init__(self, lanes: int = LANES) -> None:
+        self._lanes = lanes
+        self._product = load(
+            LIBRARY,
+            "medha_fp8",
+            *(POINTER, NUMBER, NUMBER, NUMBER, POINTER, NUMBER),
+            *(POINTER, POINTER, POINTER, NUMBER),
+        )
+
+    def serves(
+        self,
+        x: torch.Tensor,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        of_output: torch.Tensor,
+    ) -> bool:
+        """Return True if the kernel computes this product, and is faster than torch."""
+        outputs, inputs = numbers.shape
+        return (
+            0 < len(x) <= FP8_ROWS
+            and x.shape[1] == inputs
+            and inputs % (FP8_INPUTS * scales.shape[1]) == 0
+            and of_output.shape == (outputs,)
+            and torch.get_num_threads() < FP8_THREADS
+            and all(
+                part.dtype == dtype and part.is_cpu and part.is_contiguous()
+                for part, dtype in (
+                    (x, torch.float32),
+                    (numbers, torch.float8_e4m3fn),
+                    (scales, torch.float32),
+                    (of_output, torch.int32),
+                )
+            )
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        of_output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return x·W [rows, outputs] for a product that it `serves`."""
+        (outputs, inputs), parts = numbers.shape, scales.shape[1]
+        ordered = x.view(len(x), -1, FP8_INPUTS // 2, 2).transpose(2, 3).contiguous()
+        out = x.new_empty(len(x), outputs)
+        self._product(
+            *(ordered.data_ptr(), len(x), inputs // parts, parts, numbers.data_ptr(), outputs),
+            *(scales.data_ptr(), of_output.data_ptr(), out.data_ptr(), self._lanes),
+        )
+        return out
