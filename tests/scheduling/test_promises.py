@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,14 +98,26 @@ def test_time_is_set_aside_only_where_prompts_may_be_relegated(when_infeasible: 
     assert plan.submit(tight, 0.0).promised is (when_infeasible == "refuse")
 
 
-def test_time_is_set_aside_while_a_relegated_prompt_waits() -> None:
+@pytest.mark.parametrize("beyond", [False, True])
+def test_time_is_set_aside_while_a_relegated_prompt_waits(beyond: bool) -> None:
+    """Not for one beyond its tenant's share: that has only what others leave."""
     plan = scheduler(classes=(SloClass(when_infeasible="refuse"),))
     driven = Driven(plan)
     lost = request("lost", 20_000, within_s=0.1, promised=False)
     tight = [request(f"t{n}", 10_000, n, within_s=1.06) for n in (1.0, 9.0)]
-    driven.submit([lost, *tight])
+    driven.submit([msgspec.structs.replace(lost, beyond_share=beyond), *tight])
     driven.run()
-    assert [driven.admitted[answer.id].promised for answer in tight] == [False, True]
+    assert [driven.admitted[answer.id].promised for answer in tight] == [beyond, True]
+    assert all(driven.in_time(answer.id) for answer in tight[not beyond :])
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_no_time_is_kept_for_short_prompts_to_come_beyond_a_share(beyond: bool) -> None:
+    plan = scheduler(classes=(SloClass(when_infeasible="refuse"),))
+    for index in range(30):
+        chat = request(f"c{index}", 3000, within_s=0.9, promised=False)
+        plan.submit(msgspec.structs.replace(chat, beyond_share=beyond), float(index))
+    assert plan.load(30.0).long_factor == (1.0 if beyond else pytest.approx(1.43, rel=0.1))
 
 
 def test_a_short_prompt_starts_though_a_long_one_ran_ahead_of_a_promise() -> None:

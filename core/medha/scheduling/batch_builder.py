@@ -482,7 +482,7 @@ class BatchBuilder:
                 continue
             token_s = batch_s / tokens if tokens else 0.0
             waiting = self.waiting[group]
-            waits = waiting.kept_count < len(waiting.sequences)
+            waits = waiting.relegated
             # A prompt that spans the group set waits for each group's relegated: it is divided.
             self.promises.account(
                 group,

@@ -227,9 +227,7 @@ class PromiseSet:
 
     def set_aside(self) -> None:
         """Set the relegated share aside if a prompt is relegated now, or may be."""
-        relegated = self.relegates or any(
-            queue.kept_count < len(queue) for queue in self.waiting.values()
-        )
+        relegated = self.relegates or any(queue.relegated for queue in self.waiting.values())
         self._inflation = 1.0 / (1.0 - self.settings.relegated_share) if relegated else 1.0
 
     def full_cost_s(self, work_s: float) -> float:

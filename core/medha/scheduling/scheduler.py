@@ -135,7 +135,8 @@ class Scheduler:
         promises, admission = self._promises, self._admission
         if not promises.promising or not sequence.assigned_groups:
             return sequence.promised
-        promises.count_arrival(work_s, now)
+        if not sequence.request.beyond_share:
+            promises.count_arrival(work_s, now)
         self._account.follow_spans(now)
         self._account.count_alongside(sequence, now)
         if sequence.promised:

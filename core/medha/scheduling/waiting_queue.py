@@ -84,6 +84,13 @@ class WaitingQueue:
         return self.rows.promised_count
 
     @property
+    def relegated(self) -> bool:
+        """A prompt waits that time is set aside for: not kept, nor beyond its tenant's share."""
+        if self.rows.kept_count == len(self.sequences):
+            return False
+        return not (self.kept | self._flag(BEYOND)).all()
+
+    @property
     def ready_count(self) -> int:
         return self.rows.ready_count
 
