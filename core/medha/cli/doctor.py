@@ -114,7 +114,8 @@ def _resource(file: pathlib.Path) -> str:
     """Check the resources, and describe what each pair of ranks on this machine uses."""
     resources = read_resources(file)
     check_resources(resources, preflight.gpu_count())
-    lines = [f"{len(resources)} resources, checkpoints fit"]
+    count = len(resources)
+    lines = [f"{count} resource{'s' if count > 1 else ''}, checkpoints fit"]
     for resource in resources:
         sentences = local_transports(resource).sentences()
         lines += [f"{resource.name}: {line}" for line in sentences]
