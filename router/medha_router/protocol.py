@@ -84,6 +84,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
@@ -161,6 +162,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: RawJson = msgspec.UNSET
     logprob_token_ids: RawJson = msgspec.UNSET
     logits_processors: RawJson = msgspec.UNSET
+    media_io_kwargs: RawJson = msgspec.UNSET
     mm_processor_kwargs: RawJson = msgspec.UNSET
     modalities: RawJson = msgspec.UNSET
     prediction: RawJson = msgspec.UNSET
