@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -651,3 +651,23 @@ def test_turns_are_spread_when_no_number_is_left_between_two() -> None:
     turns = waiting.values(native.TURN).tolist()
     assert turns == sorted(turns) and len({*turns}) == len(names)
     assert [sequence.id for sequence in waiting.sequences] == sorted(names)
+
+
+class Counted(list[Sequence]):
+    """Sequences, and how often one was read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+def test_a_row_among_a_thousand_due_at_once_takes_a_few_steps() -> None:
+    waiting, _ = queued([Row(5.0, number % 7 / 8.0, 1.0, 1.0, 0, 0, True) for number in range(999)])
+    assert waiting.sequences == sorted(waiting.sequences, key=lambda sequence: sequence.key)
+    waiting.sequences = sequences = Counted(waiting.sequences)
+    for place in (0, 1, 500, 998):
+        sequences.reads = 0
+        assert waiting.place(list.__getitem__(sequences, place).key) == place
+        assert sequences.reads < 30

@@ -146,9 +146,9 @@ class WaitingQueue:
 
     def place(self, key: tuple[float, float, str]) -> int:
         """Return the row of a key, or the row that it would get."""
-        place = self.rows.first_due(key[0])
-        while place < len(self.sequences) and self.sequences[place].key < key:
-            place += 1
+        place, sequences = self.rows.first_due(key[0]), self.sequences
+        if place < len(sequences) and sequences[place].key < key:  # thousands may be due then
+            return bisect.bisect_left(sequences, key, place + 1, key=_key)
         return place
 
     def find(self, sequence: Sequence) -> int:
@@ -267,6 +267,10 @@ class WaitingQueue:
         turns = {arrival[:2]: arrival[2] for arrival in self._arrivals}
         for sequence, slot in zip(self.sequences, self.rows.slot.tolist(), strict=False):
             self.rows.slots[slot, TURN] = turns[sequence.key[1:]]
+
+
+def _key(sequence: Sequence) -> tuple[float, float, str]:
+    return sequence.key
 
 
 class WaitingQueues:
