@@ -35,6 +35,8 @@ LONG_KEYS, LEAST_RATE = 1 << 17, 1.0
 """
 STALE = 0.02
 """Change of the predictor's correction after which the tables are built again."""
+CERTAIN = 0.95
+"""Part of a time that is left after corrections change by STALE, up and down."""
 
 
 def decode_capacity_s(predictor: Predictor, budget_s: float, prefill_share: float) -> float:
@@ -89,6 +91,7 @@ class PrefillTimes:
         self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
         self._sums: list[list[float]] = []  # up to each knot
         self._known: dict[int, list[float]] = {}
+        self._least: dict[int, float] = {}
         self._add_knot(0)
 
     @property
@@ -118,6 +121,27 @@ class PrefillTimes:
     def alongside_s(self, start: int, end: int, part: float) -> float:
         """Seconds for the same tokens alongside decodes that take that part of the capacity."""
         return between(self.by_level(start, end), part)
+
+    def least_s(self, tokens: int) -> float:
+        """Return less than any prompt of that length takes, in a fraction of its time.
+
+        The time of a length rounded down to four binary digits: in a batch of its own, or by the
+        tables if that is less. 0 if this would need longer tables.
+        """
+        shift = max(0, tokens.bit_length() - 4)
+        rounded = tokens >> shift << shift
+        least = self._least.get(rounded)
+        if least is None:
+            keys, groups = self.predictor.shard(0)
+            loads, last = self._loads(), rounded + (1 << shift) - 1  # of this rounded length
+            least = min(load.seconds_with(rounded, keys, groups) for load in loads)
+            most = CERTAIN * min(load.most(keys, self.budget_s)[0] for load in loads)
+            last_s = max(load.seconds_with(last, keys, groups, yields=True) for load in loads)
+            if last > most or last_s > CERTAIN * self.budget_s:  # may take several batches
+                known = self._knots[-1] >= rounded
+                least = min(least, *self._up_to(rounded)) if known else 0.0
+            least = self._least[rounded] = CERTAIN * least
+        return least
 
     def _up_to(self, tokens: int) -> list[float]:
         known = self._known.get(tokens)
@@ -163,6 +187,7 @@ class PrefillTimes:
                 before[level] + 0.5 * width * (earlier[level] + rates[level])
                 for level in range(LEVELS)
             ]
+        self._least.clear()
         self._knots.append(tokens)
         self._rates.append(rates)
         self._sums.append(sums)

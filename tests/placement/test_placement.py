@@ -17,9 +17,9 @@ from medha.fleet.placement import (
     MAX_TIMES,
     PendingRequest,
     ReplicaEstimate,
+    best_first,
     forecast_steps,
     groups_needed,
-    options,
     place,
 )
 from medha.messages import KvEvents, Load
@@ -193,7 +193,7 @@ def test_a_replica_that_can_promise_goes_before_a_faster_one_that_cannot() -> No
         pending_bands=((100.0, 3.0),), pending_s=3.0, free_pages=(20_000,), total_pages=(20_000,)
     )
     keeps = estimate("slow", slow)
-    first, second = options(request(due_s=4.0), [broken, keeps], {}, 0.0)
+    first, second = best_first(request(due_s=4.0), [broken, keeps], {}, 0.0)
     assert (first.replica, second.replica) == ("slow", "fast")
     assert first.finish_s > second.finish_s
 
@@ -340,7 +340,7 @@ def test_a_long_prompt_needs_groups_that_run_or_may_come() -> None:
     single = estimate("one", IDLE, kvp_max=1)
     long = request(due_s=1e6, prompt_tokens=1_500_000)
     assert groups_needed(1_500_100, two.predictor) == 2
-    assert [option.replica for option in options(long, [single, two], {}, 0.0)] == ["two"]
+    assert [option.replica for option in best_first(long, [single, two], {}, 0.0)] == ["two"]
 
 
 WINDOWED = msgspec.structs.replace(LLAMA_3_8B, window_tokens=4096, window_layers=32)
@@ -407,7 +407,7 @@ def test_each_replica_is_expected_to_need_the_pages_of_its_own_model(first: int)
 def test_a_replica_without_free_pages_now_comes_last() -> None:
     full = estimate("a", Load(free_pages=(5,), total_pages=(20_000,)))
     busy = estimate("b", loaded((5.0, 0.0)))
-    ranked = options(request(due_s=4.0), [full, busy], {}, 0.0)
+    ranked = list(best_first(request(due_s=4.0), [full, busy], {}, 0.0))
     assert [option.replica for option in ranked] == ["b", "a"]
     assert not ranked[1].roomy
 

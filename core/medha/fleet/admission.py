@@ -17,13 +17,19 @@ A class with `when_infeasible: relegate` is admitted without a promise instead o
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from medha.errors import Refusal
-from medha.fleet.placement import PendingRequest, PlacementOption, ReplicaEstimate, options
+from medha.fleet.placement import (
+    PendingRequest,
+    PlacementOption,
+    ReplicaEstimate,
+    best_first,
+)
 from medha.messages import Load
 from medha.request import SloClass
 from medha.tenants import (
@@ -209,16 +215,24 @@ def admit(
         )
     inflation = usage.inflation(request.slo_class, now)
     inflation /= 1.0 - usage.kept_back(request.slo_class, now)
-    offers = options(request, estimates, cached, now, inflation)
-    if not offers:
+    able = [estimate for estimate in estimates if estimate.can_ever(request)]
+    if not able:
         raise _never(request, estimates)
-    by_name = {estimate.name: estimate for estimate in estimates}
-    _check_tpot(request, [by_name[offer.replica] for offer in offers])
-    class_s = slo_class.slo.tpot_s
-    tpot_s = [by_name[offer.replica].tpot_s(request, offer, class_s, now) for offer in offers]
-    steady = [offer for offer, had_s in zip(offers, tpot_s, strict=True) if had_s <= request.tpot_s]
-    best = steady[0] if steady else offers[0]
-    fits, load = best.fits and bool(steady), by_name[best.replica].load
+    _check_tpot(request, able)
+    by_name = {estimate.name: estimate for estimate in able}
+    tpot_s: list[float] = []  # that the request would get, of each offer so far
+
+    def is_steady(offer: PlacementOption) -> bool:
+        estimate = by_name[offer.replica]
+        tpot_s.append(estimate.tpot_s(request, offer, slo_class.slo.tpot_s, now))
+        return tpot_s[-1] <= request.tpot_s
+
+    offers = best_first(request, able, cached, now, inflation)
+    first = next(offers)
+    steady = filter(is_steady, itertools.chain([first], offers))  # more only if they are needed
+    best = next(steady, None)
+    paced, best = best is not None, best or first
+    fits, load = best.fits and paced, by_name[best.replica].load
     work_s = best.work_s * load.share
     wait_s = usage.wait_s(request.tenant, work_s, estimates, waiting_s, best.taken_s)
     if fits and not wait_s:
@@ -235,7 +249,7 @@ def admit(
             "relegates",
             retry_after_s=wait_s,
         )
-    if not steady:
+    if not paced:
         raise Refusal(
             "overloaded",
             f"time per output token would be {least_tpot_ms(min(tpot_s)):g} ms, target "
@@ -250,13 +264,14 @@ def admit(
             "free: retry later",
             retry_after_s=retry_after_s(estimates),
         )
-    earliest_s = age_s + min(offer.earliest_s for offer in steady if offer.roomy)
+    all_steady = [best, *steady]
+    earliest_s = age_s + min(offer.earliest_s for offer in all_steady if offer.roomy)
     raise Refusal(
         "deadline_infeasible",
         f"first token due in {request.due_s - now + age_s:.2f} s, earliest that can be promised "
         f"is {earliest_s:.2f} s: ask for a later deadline or choose a class that relegates",
         earliest_ttft_s=earliest_s,
-        idle_ttft_s=min(offer.needed_s for offer in steady),
+        idle_ttft_s=min(offer.needed_s for offer in all_steady),
     )
 
 
@@ -276,17 +291,18 @@ def least_tpot_ms(least_s: float) -> float:
 
 def _check_tpot(request: PendingRequest, estimates: Sequence[ReplicaEstimate]) -> None:
     """Raise Refusal if no replica can accept the TPOT target of the request."""
-    if request.max_output_tokens == 1:
+    tokens = request.prompt_tokens
+    least_s = (estimate.least_tpot_s(tokens) for estimate in estimates)
+    if request.max_output_tokens == 1 or any(request.tpot_s >= had_s for had_s in least_s):
         return
-    least_s = min(estimate.least_tpot_s(request.prompt_tokens) for estimate in estimates)
-    if request.tpot_s < least_s:
-        raise Refusal(
-            "tpot_infeasible",
-            f"{TPOT_HEADER} is {1e3 * request.tpot_s:g}: after a prompt of "
-            f"{request.prompt_tokens} tokens at least {least_tpot_ms(least_s):g} ms per output "
-            "token can be had; ask for that or more, or leave the header out",
-            least_tpot_s=least_s,
-        )
+    had_s = min(estimate.least_tpot_s(tokens) for estimate in estimates)
+    raise Refusal(
+        "tpot_infeasible",
+        f"{TPOT_HEADER} is {1e3 * request.tpot_s:g}: after a prompt of "
+        f"{tokens} tokens at least {least_tpot_ms(had_s):g} ms per output "
+        "token can be had; ask for that or more, or leave the header out",
+        least_tpot_s=had_s,
+    )
 
 
 def retry_after_s(estimates: Sequence[ReplicaEstimate]) -> float:

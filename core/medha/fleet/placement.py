@@ -12,6 +12,7 @@ only checks that enough groups can be had. `now` is an argument, and nothing is 
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +36,13 @@ LEAST_REST = 0.05
 ANSWER_GUARD = 1.25
 """By which the delay of an answer counts for more: deeper prompts lose more by short batches."""
 ALL_GROUPS = -1
+ROUNDING_S = 1e-4
+"""More than the sums of a Load are below 0, or differ by the order of adding."""
 MAX_TIMES = 8
 """Budgets for which a replica's times of prefills are remembered."""
+
+
+Rank = tuple[bool, bool, float, float, int, str]
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +121,25 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
             return min(self.finish_s, self.earliest_s)
         return max(self.finish_s, self.earliest_s - (self.needed_s - self.work_s))
 
+    @property
+    def rank(self) -> Rank:
+        """Order among offers; the least is best.
 
-class _Cost(msgspec.Struct, frozen=True):
+        Offers that keep the promise, then those with free pages, then by `clear_s`, `answer_s`,
+        free pages and name. The order is total. A long prompt may be first anywhere, but delays
+        what waits there.
+        """
+        return (
+            not self.fits,
+            not self.roomy,
+            self.clear_s,
+            self.answer_s,
+            -self.free_pages,
+            self.replica,
+        )
+
+
+class _Cost(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a prefill alongside decodes.
 
     `work_s`: in all; `cost_s`: of stage 0, as promises count it; `own_s`: what delays only the
@@ -127,6 +150,38 @@ class _Cost(msgspec.Struct, frozen=True):
     cost_s: float
     own_s: float
     is_long: bool
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """The part of an offer that limits its rank; see PlacementOption.
+
+    It takes a quarter of the time of the offer. `may_fit`: False if the promise certainly cannot be
+    kept. `part` of the decode capacity runs alongside the prompt. `free_pages`: the offer may count
+    fewer, of one group.
+    """
+
+    cached_tokens: int
+    tokens: int
+    groups: int
+    part: float
+    cost: _Cost
+    may_fit: bool
+    pages: int
+    free_pages: int
+    finish_s: float
+    clear_s: float
+    answer_s: float
+
+    def rank(self, replica: str) -> Rank:
+        """Least rank that the offer can have."""
+        return (
+            not self.may_fit,
+            self.pages > self.free_pages,
+            self.clear_s,
+            self.answer_s,
+            -self.free_pages,
+            replica,
+        )
 
 
 def is_usable(load: Load) -> bool:
@@ -167,6 +222,7 @@ class ReplicaEstimate:
         self._each_s = self._overhead_s if predictor.topology.spp > 1 else 0.0
         self._last_s = self._overhead_s - self._each_s
         self.closed = False
+        self._most_tokens: int | None = None  # computed from the Load when it is needed
         self._take(Load(), 0.0)
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
@@ -226,7 +282,7 @@ class ReplicaEstimate:
         running or claimable. `_most_pages`: those that a request can hold, of one group if the
         window slides.
         """
-        self.load, self._updated_s = load, now
+        self.load, self._updated_s, self._most_tokens = load, now, None
         self.kept = self.predictor.shape.kept_pages(load.page_tokens)
         self.capacity_pages = sum(max(0, pages) for pages in load.total_pages)
         self.capacity_pages += load.claimable_pages
@@ -309,8 +365,11 @@ class ReplicaEstimate:
 
     def most_tokens(self) -> int:
         """Tokens of the longest request that the context limit and the pages allow."""
-        kept, longest, pages = self.kept, self.max_context_tokens, self._most_pages
-        return longest if kept.least(longest) <= pages else pages * kept.page_tokens
+        if self._most_tokens is None:
+            kept, longest, pages = self.kept, self.max_context_tokens, self._most_pages
+            fits = kept.least(longest) <= pages
+            self._most_tokens = longest if fits else pages * kept.page_tokens
+        return self._most_tokens
 
     def pages_of(self, tokens: int, cached: int = 0) -> int:
         """Return the pages that a request takes if `cached` of its tokens are found."""
@@ -333,19 +392,77 @@ class ReplicaEstimate:
         `inflation` ≥ 1 makes the work of the request count for more. Work is the time that it takes
         alongside the decodes that promises reckon with, and alongside relegated prefills.
         """
+        outline = self.outline(request, now, cached_tokens, inflation)
+        return self.complete(request, outline, now, inflation)
+
+    def least_rank(self, request: PendingRequest, now: float, cached_tokens: int = 0) -> Rank:
+        """Return a rank that the offer for a request cannot be below.
+
+        It takes a third of the time of an outline.
+        """
+        if request.due_s <= now:  # then even `clear_s` is below 0
+            return False, False, -math.inf, -math.inf, -math.inf, self.name
+        self._recounted()
+        load, busy_s = self.load, 0.0
+        if not cached_tokens:
+            busy_s = self._times().least_s(request.prompt_tokens)
+        drain_s = (self.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
+        ahead_s = max(load.ahead_s, self._pending_s - self._beyond_s) - ROUNDING_S
+        answer_s = ahead_s + busy_s / load.share + drain_s
+        answer_s += self._delay_s(request.max_output_tokens)
+        return False, False, 0.0, answer_s, -math.inf, self.name
+
+    def outline(
+        self, request: PendingRequest, now: float, cached_tokens: int = 0, inflation: float = 1.0
+    ) -> Outline:
+        """Compute what ranks the offer of this replica; arguments as in `assess`."""
         self._recounted()
         tokens = request.prompt_tokens + request.max_output_tokens
         cached, load = min(cached_tokens, request.prompt_tokens - 1), self.load
-        needed_groups = groups_needed(tokens, self.predictor)
-        part = self._decode_part(request.due_s, spans=needed_groups > 1)
+        groups = groups_needed(tokens, self.predictor)
+        part = self._decode_part(request.due_s, spans=groups > 1)
         cost = self._cost(cached, request.prompt_tokens, part, inflation, now)
+        # Whether the promise holds is decided later; this only predicts what runs first.
+        slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
+        ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
+        finish_s, clear_s = ahead_s + cost.work_s, 0.0
+        if cost.is_long:
+            queue_s = self._queue_s(request.beyond_share)
+            clear_s = min(queue_s + cost.work_s, request.due_s - now)
+        pages, free = self.pages_of(tokens, cached), self._free_pages(groups)
+        may_fit = self._promises < load.free_places and not self.closed
+        if not cached:  # else pages and work may be others
+            in_time = request.due_s - now - cost.own_s >= cost.cost_s
+            may_fit = may_fit and in_time and pages <= free
+        return Outline(
+            cached,
+            tokens,
+            groups,
+            part,
+            cost,
+            may_fit,
+            pages,
+            free,
+            finish_s,
+            clear_s,
+            finish_s + self._delay_s(request.max_output_tokens),
+        )
+
+    def complete(
+        self, request: PendingRequest, outline: Outline, now: float, inflation: float = 1.0
+    ) -> PlacementOption:
+        """Compute the rest of an offer: whether the promise holds, and from when on one would.
+
+        Nothing may have changed since its outline.
+        """
+        cached, part, cost = outline.cached_tokens, outline.part, outline.cost
         own_s = self._decode_s_of(request) if request.max_output_tokens > 1 else 0.0
         decode_s, decode_fits = self._decode(own_s, cost.is_long)
         answer = self._answer(request, own_s, part, now + cost.work_s)
         room_s = min(self._rooms(request, cost, answer, now))
         needed, group = cost, ALL_GROUPS
-        pages, free = self.pages_of(tokens, cached), self._free_pages(tokens)
-        if len(self._margins) > 1 and needed_groups == 1:
+        pages, free = outline.pages, outline.free_pages
+        if len(self._margins) > 1 and outline.groups == 1:
             # Routers do not know where cached pages are: in any group, or computed in the roomiest.
             alone = self._cost(0, request.prompt_tokens, part, inflation, now) if cached else cost
             if not cached or room_s < cost.cost_s:
@@ -354,18 +471,10 @@ class ReplicaEstimate:
                 roomy = [index for index, left in enumerate(held) if left >= pages]
                 group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
                 room_s, needed, free = rooms[group], alone, min(free, held[group])
-        # The promise is decided above; finish_s only predicts what the replica runs first.
-        slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
-        ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share))
         # Pages that would be found may be cached ones, which count as free, too.
-        taken = self.pages_of(tokens)
+        taken = self.pages_of(outline.tokens) if cached else pages
         fits = room_s >= needed.cost_s and taken <= free and decode_fits and not self.closed
-        fits = fits and self._promises < load.free_places
-        finish_s = ahead_s + cost.work_s
-        clear_s = 0.0
-        if cost.is_long:
-            queue_s = self._queue_s(request.beyond_share)
-            clear_s = min(queue_s + cost.work_s, request.due_s - now)
+        fits = fits and self._promises < self.load.free_places
         margins = self._margins if group == ALL_GROUPS else [self._margins[group]]
         return PlacementOption(
             replica=self.name,
@@ -373,7 +482,7 @@ class ReplicaEstimate:
             work_s=cost.work_s,
             cost_s=needed.cost_s,
             needed_s=needed.cost_s + needed.own_s,
-            finish_s=finish_s,
+            finish_s=outline.finish_s,
             earliest_s=max(
                 group_margins.earliest_s(needed.cost_s, needed.own_s, now, answer)
                 for group_margins in margins
@@ -384,8 +493,8 @@ class ReplicaEstimate:
             free_pages=free,
             decode_s=decode_s,
             group=group,
-            clear_s=clear_s,
-            answer_s=finish_s + self._delay_s(request.max_output_tokens),
+            clear_s=outline.clear_s,
+            answer_s=outline.answer_s,
             answer=answer,
             taken_s=self._taken_s(request, own_s),
         )
@@ -625,9 +734,9 @@ class ReplicaEstimate:
         """Pending seconds of a group that can still be in time, as if all had the same."""
         groups = max(1, len(self._running_pages))
         if beyond_share:
-            return self.pending_s / groups
+            return max(0.0, self.pending_s) / groups
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
-        return (self.pending_s - self._beyond_s - late_s) / groups
+        return max(0.0, self.pending_s - self._beyond_s - late_s) / groups
 
     def _free_in(self, group: int) -> int:
         """Free pages of one running group, which placed requests may all take."""
@@ -637,10 +746,10 @@ class ReplicaEstimate:
         held = sum(held.pages for held in self._held.values() if held.group in (group, ALL_GROUPS))
         return running[group] - held
 
-    def _free_pages(self, tokens: int) -> int:
+    def _free_pages(self, groups: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
         running = self._running_pages
-        if groups_needed(tokens, self.predictor) > 1:
+        if groups > 1:
             return sum(running) + self.load.claimable_pages - self._pages
         most = max(running, default=0)
         spare = sum(running) - most
@@ -675,35 +784,36 @@ def idle_tpot_s(prompt_tokens: int, predictor: Predictor) -> float:
     return topology.spp * load.seconds()
 
 
-def options(
+def best_first(
     request: PendingRequest,
     estimates: Iterable[ReplicaEstimate],
     cached: Mapping[str, int],
     now: float,
     inflation: float = 1.0,
-) -> list[PlacementOption]:
-    """Offers of all replicas that could ever hold the request, best first.
+) -> Iterator[PlacementOption]:
+    """Yield the offers of all replicas that could ever hold the request, by rank.
 
-    Order: offers that keep the promise, then those with free pages, then by `clear_s`, `answer_s`,
-    free pages and name. The order is total. A long prompt may be first anywhere, but delays what
-    waits there.
+    Of each replica a least rank is computed first, then an outline, then the offer, while no other
+    can be better: often one offer only. No estimate may change meanwhile.
     """
-    offers = [
-        estimate.assess(request, now, cached.get(estimate.name, 0), inflation)
+    heap: list[tuple[Rank, ReplicaEstimate, Outline | PlacementOption | None]] = [
+        (estimate.least_rank(request, now, cached.get(estimate.name, 0)), estimate, None)
         for estimate in estimates
         if estimate.known and not estimate.closed and estimate.can_ever(request)
     ]
-    offers.sort(
-        key=lambda offer: (
-            not offer.fits,
-            not offer.roomy,
-            offer.clear_s,
-            offer.answer_s,
-            -offer.free_pages,
-            offer.replica,
-        )
-    )
-    return offers
+    heapq.heapify(heap)
+    while heap:
+        _, estimate, computed = heap[0]
+        if isinstance(computed, PlacementOption):
+            heapq.heappop(heap)
+            yield computed
+        elif computed is None:
+            name = estimate.name
+            outline = estimate.outline(request, now, cached.get(name, 0), inflation)
+            heapq.heapreplace(heap, (outline.rank(name), estimate, outline))
+        else:
+            offer = estimate.complete(request, computed, now, inflation)
+            heapq.heapreplace(heap, (offer.rank, estimate, offer))
 
 
 def place(
@@ -713,6 +823,5 @@ def place(
     now: float,
     inflation: float = 1.0,
 ) -> PlacementOption | None:
-    """The best option; None if no replica could ever hold the request."""
-    offers = options(request, estimates, cached, now, inflation)
-    return offers[0] if offers else None
+    """The best offer; None if no replica could ever hold the request."""
+    return next(best_first(request, estimates, cached, now, inflation), None)
