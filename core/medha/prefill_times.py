@@ -19,6 +19,7 @@ both, so that the slower counts while anything decodes.
 from __future__ import annotations
 
 import bisect
+import math
 
 from medha.predictor import BatchLoad, Predictor
 
@@ -91,7 +92,7 @@ class PrefillTimes:
         self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
         self._sums: list[list[float]] = []  # up to each knot
         self._known: dict[int, list[float]] = {}
-        self._least: dict[int, float] = {}
+        self._bounds: dict[int, tuple[float, float]] = {}
         self._add_knot(0)
 
     @property
@@ -122,26 +123,30 @@ class PrefillTimes:
         """Seconds for the same tokens alongside decodes that take that part of the capacity."""
         return between(self.by_level(start, end), part)
 
-    def least_s(self, tokens: int) -> float:
-        """Return less than any prompt of that length takes, in a fraction of its time.
+    def bounds_s(self, tokens: int) -> tuple[float, float]:
+        """Return what a prompt of that length takes at least and at most; the least if longer, too.
 
-        The time of a length rounded down to four binary digits: in a batch of its own, or by the
-        tables if that is less. 0 if this would need longer tables.
+        In a fraction of the time of `by_level`: from lengths with the same first four binary
+        digits, in a batch of their own and by the tables. (0, inf) if these would have to grow.
         """
         shift = max(0, tokens.bit_length() - 4)
-        rounded = tokens >> shift << shift
-        least = self._least.get(rounded)
-        if least is None:
+        first = tokens >> shift << shift
+        bounds = self._bounds.get(first)
+        if bounds is None:
+            last, loads = first + (1 << shift) - 1, self._loads()
             keys, groups = self.predictor.shard(0)
-            loads, last = self._loads(), rounded + (1 << shift) - 1  # of this rounded length
-            least = min(load.seconds_with(rounded, keys, groups) for load in loads)
-            most = CERTAIN * min(load.most(keys, self.budget_s)[0] for load in loads)
-            last_s = max(load.seconds_with(last, keys, groups, yields=True) for load in loads)
-            if last > most or last_s > CERTAIN * self.budget_s:  # may take several batches
-                known = self._knots[-1] >= rounded
-                least = min(least, *self._up_to(rounded)) if known else 0.0
-            least = self._least[rounded] = CERTAIN * least
-        return least
+            least = min(load.seconds_with(first, keys, groups) for load in loads)
+            most = max(load.seconds_with(last, keys, groups, yields=True) for load in loads)
+            fit = CERTAIN * min(load.most(keys, self.budget_s)[0] for load in loads)
+            one_batch = last <= fit and most <= CERTAIN * self.budget_s
+            limit_s, bounds = self._limits[-1], (0.0, math.inf)
+            if limit_s > 0.0 and (one_batch or self._knots[-1] >= last):
+                most *= self.budget_s / limit_s
+                if not one_batch:
+                    least, most = min(least, *self._up_to(first)), max(most, *self._up_to(last))
+                bounds = CERTAIN * least, most / CERTAIN
+            self._bounds[first] = bounds
+        return bounds
 
     def _up_to(self, tokens: int) -> list[float]:
         known = self._known.get(tokens)
@@ -187,7 +192,7 @@ class PrefillTimes:
                 before[level] + 0.5 * width * (earlier[level] + rates[level])
                 for level in range(LEVELS)
             ]
-        self._least.clear()
+        self._bounds.clear()
         self._knots.append(tokens)
         self._rates.append(rates)
         self._sums.append(sums)

@@ -42,7 +42,7 @@ MAX_TIMES = 8
 """Budgets for which a replica's times of prefills are remembered."""
 
 
-Rank = tuple[bool, bool, float, float, int, str]
+Rank = tuple[bool, bool, float, float, float, str]
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -403,12 +403,15 @@ class ReplicaEstimate:
         if request.due_s <= now:  # then even `clear_s` is below 0
             return False, False, -math.inf, -math.inf, -math.inf, self.name
         self._recounted()
-        load, busy_s = self.load, 0.0
+        load, least_s, most_s = self.load, 0.0, math.inf
         if not cached_tokens:
-            busy_s = self._times().least_s(request.prompt_tokens)
-        drain_s = (self.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
-        ahead_s = max(load.ahead_s, self._pending_s - self._beyond_s) - ROUNDING_S
-        answer_s = ahead_s + busy_s / load.share + drain_s
+            least_s, most_s = self._times().bounds_s(request.prompt_tokens)
+        slack, drains = -1.0, self.predictor.topology.spp - 1
+        if most_s < math.inf:
+            most_s = most_s / load.share + drains * min(most_s, load.budget_s)
+            slack = (request.due_s - now - most_s) / max(most_s, 1e-3)
+        ahead_s = max(load.ahead_s, self._before_s(slack, request.beyond_share)) - ROUNDING_S
+        answer_s = ahead_s + least_s / load.share + drains * min(least_s, load.budget_s)
         answer_s += self._delay_s(request.max_output_tokens)
         return False, False, 0.0, answer_s, -math.inf, self.name
 
