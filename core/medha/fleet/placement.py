@@ -437,6 +437,9 @@ class ReplicaEstimate:
         if not cached:  # else pages and work may be others
             in_time = request.due_s - now - cost.own_s >= cost.cost_s
             may_fit = may_fit and in_time and pages <= free
+            if may_fit:  # without the answer, which only takes room
+                rooms = self._rooms(request, cost, NO_ANSWER, now)
+                may_fit = max(rooms) >= cost.cost_s - ROUNDING_S
         return Outline(
             cached,
             tokens,
