@@ -474,6 +474,33 @@ def grouped(*margins: tuple[tuple[float, float], ...]) -> ReplicaEstimate:
     return estimate(load=load, kvp_min=2, kvp_max=2)
 
 
+def test_a_tighter_tpot_takes_time_from_the_promises_of_every_group() -> None:
+    # One budget bounds the batches of all groups.
+    tight = PendingRequest(
+        id="n", prompt_tokens=1000, max_output_tokens=400, due_s=10.0, tpot_s=0.015
+    )
+    for margin_s, fits in ((0.05, False), (25.0, True)):
+        load = Load(
+            margins=((), ((30.0, margin_s),)),
+            free_pages=(20_000, 20_000),
+            total_pages=(20_000, 20_000),
+            budget_s=0.1,
+            decode_capacity_s=0.05,
+            decode_room_s=0.05,
+        )
+        at = shaped(LLAMA_3_8B, load=load, max_batch_s=0.1, kvp_min=2, kvp_max=2)
+        option = at.assess(tight, 0.0)
+        assert option.group == 0 and option.fits == fits
+    at.hold(tight, option, 0.0, promised=True)
+    held_s = at._margins[1].room_s(29.0, 0.0, 0.0)
+    assert held_s < 25.0
+    at.accepted("n")
+    at.hold(msgspec.structs.replace(tight, id="other"), option, 0.0, promised=True)
+    at.update(load, 0.0)  # which counts the first
+    at.assess(tight, 0.0)
+    assert at._margins[1].room_s(29.0, 0.0, 0.0) == pytest.approx(held_s)
+
+
 def test_a_promise_leaves_half_a_batch_to_spare_once_the_batch_in_flight_is_over() -> None:
     strict = ReplicaEstimate("s", estimate().predictor, 10_000_000, max_batch_s=0.1)
     strict.update(msgspec.structs.replace(IDLE, lead_s=(0.03,)), 0.0)

@@ -62,7 +62,7 @@ class Held(msgspec.Struct, frozen=True):
     """A placed request that no Load counts yet: work in seconds, pages of its whole length.
 
     `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
-    batch; `answer`: what that takes from prefills. `group`: as in PlacementOption.
+    batch. `answer`, `elsewhere`, `group`: as in PlacementOption.
     """
 
     due_s: float
@@ -75,6 +75,7 @@ class Held(msgspec.Struct, frozen=True):
     beyond_share: bool = False
     group: int = ALL_GROUPS
     answer: AnswerTime = NO_ANSWER
+    elsewhere: AnswerTime = NO_ANSWER
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,8 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
     `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer. `answer`:
-    what it takes from prefills, `taken_s` of this what counts for its tenant at once.
+    what it takes from prefills, `taken_s` of this what counts for its tenant at once; `elsewhere`:
+    what it takes in other groups, whose batches its TPOT shortens, too.
     """
 
     replica: str
@@ -107,6 +109,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     clear_s: float = 0.0
     answer_s: float = 0.0
     answer: AnswerTime = NO_ANSWER
+    elsewhere: AnswerTime = NO_ANSWER
     taken_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:
@@ -317,6 +320,7 @@ class ReplicaEstimate:
             request.beyond_share and not promised,
             option.group,
             option.answer if promised else NO_ANSWER,
+            option.elsewhere if promised else NO_ANSWER,
         )
         self._charge(held, charge_s)
         self._recounted()
@@ -464,7 +468,7 @@ class ReplicaEstimate:
         cached, part, cost = outline.cached_tokens, outline.part, outline.cost
         own_s = self._decode_s_of(request) if request.max_output_tokens > 1 else 0.0
         decode_s, decode_fits = self._decode(own_s, cost.is_long)
-        answer = self._answer(request, own_s, part, now + cost.work_s)
+        answer, shorter = self._answer(request, own_s, part, now + cost.work_s)
         room_s = min(self._rooms(request, cost, answer, now))
         needed, group = cost, ALL_GROUPS
         pages, free = outline.pages, outline.free_pages
@@ -481,6 +485,8 @@ class ReplicaEstimate:
         taken = self.pages_of(outline.tokens) if cached else pages
         fits = room_s >= needed.cost_s and taken <= free and decode_fits and not self.closed
         fits = fits and self._promises < self.load.free_places
+        elsewhere = NO_ANSWER if group == ALL_GROUPS else shorter
+        fits = fits and self._bear_elsewhere(group, elsewhere)
         margins = self._margins if group == ALL_GROUPS else [self._margins[group]]
         return PlacementOption(
             replica=self.name,
@@ -502,6 +508,7 @@ class ReplicaEstimate:
             clear_s=outline.clear_s,
             answer_s=outline.answer_s,
             answer=answer,
+            elsewhere=elsewhere,
             taken_s=self._taken_s(request, own_s),
         )
 
@@ -540,15 +547,16 @@ class ReplicaEstimate:
 
     def _answer(
         self, request: PendingRequest, own_s: float, part: float, first_s: float
-    ) -> AnswerTime:
+    ) -> tuple[AnswerTime, AnswerTime]:
         """Return what an answer takes from prefills alongside decodes that take `part`.
 
-        Its TPOT may shorten the batches, and of each its decode takes `own_s`. A token passes all
-        stages. From the first answer of a replica on, promises count on batches as short.
+        Its TPOT may shorten the batches, and of each its decode takes `own_s`; in other groups they
+        only become shorter. A token passes all stages. From the first answer of a replica on,
+        promises count on batches as short.
         """
         load, spp = self.load, self.predictor.topology.spp
         if not own_s:
-            return NO_ANSWER
+            return NO_ANSWER, NO_ANSWER
         planned_s = self._settings.planned_budget_s(request.tpot_s, spp)
         budget_s = load.budget_s
         if 0.0 < planned_s < budget_s:
@@ -557,12 +565,22 @@ class ReplicaEstimate:
         rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
         rest_s = max(rest_s, 1e-6)
         left_s = max(rest_s - own_s, LEAST_REST * rest_s)
-        longer = self._longer(budget_s) * rest_s / left_s
-        part = ANSWER_GUARD * (longer - 1.0)
+        longer = self._longer(budget_s)
         lasts_s = (request.max_output_tokens - 1) * spp * budget_s
         if not load.decode_capacity_s:  # nothing has decoded yet
             lasts_s = math.inf
-        return AnswerTime(part, first_s, lasts_s)
+        taken, shorter = longer * rest_s / left_s - 1.0, longer - 1.0
+        return (
+            AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s),
+            AnswerTime(ANSWER_GUARD * shorter, first_s, lasts_s),
+        )
+
+    def _bear_elsewhere(self, group: int, elsewhere: AnswerTime) -> bool:
+        """Return whether the promises of all other groups hold in shorter batches."""
+        if not elsewhere.part:
+            return True
+        others = (margins for at, margins in enumerate(self._margins) if at != group)
+        return all(margins.bears(elsewhere) for margins in others)
 
     def _longer(self, budget_s: float) -> float:
         """Return by which factor a long prefill takes longer in batches of that budget."""
@@ -692,6 +710,9 @@ class ReplicaEstimate:
             margins.recount(reported[group], self._updated_s, promised, lead_s[group])
             for held in here:
                 margins.delay(held.due_s, held.answer)
+            for held in self._held.values():
+                if held not in here:
+                    margins.delay(-math.inf, held.elsewhere)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
@@ -721,6 +742,8 @@ class ReplicaEstimate:
         for group, margins in enumerate(self._margins):
             if held.group == group or not 0 <= held.group < len(self._margins):
                 margins.add(held.due_s, held.work_s, now, held.answer)
+            else:
+                margins.delay(-math.inf, held.elsewhere)
 
     def _before_s(self, slack: float, beyond_share: bool) -> float:
         """Pending seconds with less relative slack than `slack`, by the bands of the Load.
