@@ -130,6 +130,20 @@ def test_batches_are_short_before_an_answer_begins(kvp: int) -> None:
     assert any(record.promised for record in records)
 
 
+@pytest.mark.parametrize(("spp", "output_tokens"), [(2, 2), (3, 2), (3, 3), (4, 3), (4, 5)])
+def test_the_second_token_of_a_short_answer_is_in_time_in_a_pipeline(
+    spp: int, output_tokens: int
+) -> None:
+    # It waits for stage 0 and behind all batches in flight, and has no time to catch up.
+    layout = Topology(tp=4, spp=spp)
+    wishes = [(0.0, 4_000, output_tokens, -1), (0.0, 60_000, 1, -1), (0.001, 2_000, 1, -1)]
+    records = served("a100", layout, 0.1, wishes)
+    answers = [record for record in records if record.output_tokens > 1]
+    assert [record.promised for record in answers] == [True]
+    assert not any(record.tpot_missed for record in answers)
+    assert late(records) == {}
+
+
 def burst(seed: int) -> tuple[list[Wish], list[int]]:
     """Up to twelve prompts at once or within a second, some on histories."""
     draw = random.Random(seed)

@@ -188,7 +188,7 @@ class BatchBuilder:
         self.settings, self.spp = state.settings, state.topology.spp
         self.predictor, self.groups, self.running = state.predictor, state.groups, state.running
         self.promises, self.admission = state.promises, admission
-        self.waiting = state.queues.by_group
+        self.waiting, self.in_flight = state.queues.by_group, state.in_flight
         self.order = PrefillOrder(state, admission)
         self.starved: dict[int, int] = {}
         self.decoded_s = -float("inf")
@@ -223,6 +223,8 @@ class BatchBuilder:
     ) -> BatchDraft | None:
         """Draft the next batch of a group set, at most `limit_s` long; None if there is nothing."""
         budget_s = self.budget_s(now)
+        if self.spp > 1:
+            budget_s = min(budget_s, self._before_second_s(group_set))
         draft = self._draft_decodes(group_set, min(budget_s, limit_s))
         for group in group_set:
             self.promises.update(group, now, error)
@@ -235,6 +237,14 @@ class BatchBuilder:
                 alone = limit_s >= budget_s and not self.running.in_groups(group_set)
                 self._escape(draft, now, at_once=alone)
         return draft if draft.chunks or draft.decodes else None
+
+    def _before_second_s(self, group_set: tuple[int, ...]) -> float:
+        """Return how long a batch behind a prompt's last may be, whose second token passes next.
+
+        The second token waits for a place in stage 0, then passes all stages.
+        """
+        tpot_s = min([self.in_flight.begins_tpot_s(group) for group in group_set])
+        return (1.0 - self.settings.tbt_guard) * tpot_s / (self.spp + 1)
 
     def decode_tpot_s(self) -> float:
         """Predict the time per token of the decodes that wait for their next batch; 0 if none."""

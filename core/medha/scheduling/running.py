@@ -19,10 +19,16 @@ from medha.scheduling.sequence import Sequence
 MOST_PER_STAGE = 2
 # Tokens within which a decode that is behind is on time again.
 CATCH_UP = 8
+# Tokens of an answer that is over before it has caught up.
+SHORT_ANSWER = CATCH_UP + 2
 # With decodes in flight a pipeline is full at this part of its time: another batch would go without
 # the decodes that are about to complete, and they would wait for a whole round.
 FULL = 0.6
 ALL_KEYS: Final = 1 << 60
+
+
+def _has_second(sequence: Sequence) -> bool:
+    return sequence.output_tokens > 1
 
 
 class DecodeGroup:
@@ -61,9 +67,15 @@ class DecodeGroup:
         return first.keys
 
     def batch_share(self, spp: int) -> int:
-        """Count the decodes to take, so that they are spread evenly over the batches in flight."""
+        """Count the decodes to take, so that they are spread evenly over the batches in flight.
+
+        Second tokens go first if others must stay: a short answer has no time to catch up.
+        """
         ready = len(self.prepared)
-        return ready if spp == 1 else min(ready, -(-(ready + self.in_flight) // spp))
+        share = ready if spp == 1 else -(-(ready + self.in_flight) // spp)
+        if share < ready:
+            self.prepared.sort(key=_has_second)
+        return min(ready, share)
 
     def add(self, sequence: Sequence) -> None:
         """Hold the sequence's next decode ready for a batch."""
@@ -207,12 +219,14 @@ class InFlightBatch:
 
     `decodes`, `prefills`: its sequences in the order of its chunks.
     `heaviest`: the load of its fullest group; `due_out_s`: predicted time at which its stage 0 is
-    free; `ends_s`: predicted end of each stage. `followed`: the next chunks of its sequences are
+    free; `ends_s`: predicted end of each stage. `begins_tpot_s`: the tightest TPOT of the short
+    answers that begin with it. `followed`: the next chunks of its sequences are
     prepared; another batch may then follow it early if `open`.
     """
 
     __slots__ = (
         "batch",
+        "begins_tpot_s",
         "decodes",
         "due_out_s",
         "ends_s",
@@ -240,6 +254,15 @@ class InFlightBatch:
         self.due_out_s = now + batch.predicted_s
         self.ends_s = [self.due_out_s]
         self.left_stage0 = self.followed = self.open = False
+        self.begins_tpot_s = inf
+        for sequence, chunk in prefills:
+            if chunk.yields and 1 < sequence.max_output_tokens <= SHORT_ANSWER:
+                self.begins_tpot_s = min(self.begins_tpot_s, sequence.tpot_s)
+
+    @property
+    def holds_tokens_due(self) -> bool:
+        """Return whether decodes wait for it: its own, or those of short answers to begin."""
+        return bool(self.decodes) or self.begins_tpot_s < inf
 
     def void(self) -> list[Sequence]:
         """Take the batch's decodes out of flight; return all its sequences."""
@@ -349,10 +372,19 @@ class InFlightBatches:
         batches = [self.by_number[number] for number in numbers]
         lengths_s = [sent.predicted_s for sent in batches]
         out = max(0, len(batches) - MOST_PER_STAGE * spp + 1)
-        full = FULL * spp if any(sent.decodes for sent in batches) else spp
+        full = FULL * spp if any(sent.holds_tokens_due for sent in batches) else spp
         while len(batches) - out >= spp and sum(lengths_s[out:]) >= full * max(lengths_s[out:]):
             out += 1
         return batches[out - 1] if out else None
+
+    def begins_tpot_s(self, group: int) -> float:
+        """Return the tightest TPOT of short answers that begin with batches in flight."""
+        least_s = inf
+        for number in self.numbers_by_group.get(group, ()):
+            tpot_s = self.by_number[number].begins_tpot_s
+            if tpot_s < least_s:
+                least_s = tpot_s
+        return least_s
 
     def on_group(self, group: int) -> list[InFlightBatch]:
         """Return the batches in flight on `group`, oldest first."""
