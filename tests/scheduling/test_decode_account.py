@@ -304,6 +304,19 @@ def test_a_promise_without_pages_does_not_wait_for_who_waits_for_it() -> None:
     assert leftovers(plan) == {}
 
 
+def test_the_first_answer_shortens_no_batch_of_a_promise_unless_it_was_promised() -> None:
+    # Batches of 11 ms hold 8 ms of prefills, batches of 50 ms 47.
+    classes = (SloClass(slo=Slo(tpot_s=0.011)),)
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, classes=classes)
+    driven = Driven(plan)
+    driven.submit([request("long", 100_000, within_s=12.0, promised=True)])
+    talk = request("talk", 500, 0.1, within_s=0.1, output_tokens=300, tpot_s=0.011, promised=False)
+    driven.submit([talk])
+    driven.run()
+    assert driven.in_time("long") and plan._promises.broken_count == 0
+    assert set(driven.finished) == {"long", "talk"}
+
+
 def test_decodes_that_outgrow_their_pages_take_none_from_a_promised_prefill() -> None:
     # Of 28 pages the decodes have one each and fill 60 tokens of it; the long prompt has 19.
     plan = scheduler(

@@ -15,7 +15,7 @@ With promises, what a prompt's answer will take counts too. The account of decod
 6. A long prompt ends once the promises that do not count its decode fit alongside it: all for
    one without a promise, for others those that are due before it.
 7. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
-   decodes at the pace that b allows.
+   decodes at the pace that b allows. So is the first one, unless a router has promised it.
 
 So a promise holds: what decodes take until it is due was counted when they began, and what it
 left free was counted in its work. The first prompt held back by 5, and those held back by 6, are
@@ -228,8 +228,9 @@ class DecodeAccount:
         known_s = min(self.tpot_s, self._class_tpot_s)
         if math.isinf(known_s):  # no class is known: take the first one's
             self._class_tpot_s = known_s = tpot_s
-        if math.isinf(self.tpot_s):
-            self._set_tpot(known_s)
+        if math.isinf(self.tpot_s):  # routers count the first answer that they promise
+            granted = sequence.request.promised or self._holds_at(known_s, now)
+            self._set_tpot(known_s if granted else self._longest_tpot_s())
         if sequence.request.promised is False:
             tpot_s = max(tpot_s, self._class_tpot_s)
         if tpot_s < self.tpot_s:
@@ -263,6 +264,10 @@ class DecodeAccount:
             if part:
                 taken.append((sequence, part))
         return taken
+
+    def _longest_tpot_s(self) -> float:
+        """Return the TPOT for which no batch is shorter than without decodes."""
+        return self.spp * self.promises.longest_s / (1.0 - self.settings.plan_guard)
 
     def _set_tpot(self, tpot_s: float) -> None:
         if tpot_s == self.tpot_s:
