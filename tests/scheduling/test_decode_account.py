@@ -287,15 +287,16 @@ def test_a_promise_given_elsewhere_begins_although_others_may_not() -> None:
     assert plan._admission.max_pages(0) == plan._state.pool[0].available
 
 
-def test_a_promise_without_pages_does_not_wait_for_who_waits_for_it() -> None:
+@pytest.mark.parametrize("tpot_s", [0.011, 0.05])
+def test_a_promise_without_pages_does_not_wait_for_who_waits_for_it(tpot_s: float) -> None:
     # "big" was passed over for long, and its decodes would cost "owed" its promise; once "talk" has
     # gone there are pages for either.
     settings = Scheduling(max_batch_s=0.05, growth_timeout_s=4.0)
-    classes = (SloClass(slo=Slo(tpot_s=0.011)),)
+    classes = (SloClass(slo=Slo(tpot_s=tpot_s)),)
     plan = scheduler(settings=settings, batch_s=0.003, pages=100, classes=classes)
     driven = Driven(plan)
     talk = request("talk", 1200, within_s=5.0, output_tokens=300, tpot_s=0.05)
-    big = request("big", 5700, 0.1, within_s=0.1, output_tokens=200, tpot_s=0.011, promised=False)
+    big = request("big", 5700, 0.1, within_s=0.1, output_tokens=200, tpot_s=tpot_s, promised=False)
     owed = request("owed", 5700, 0.2, within_s=1.7, promised=True)
     driven.submit([talk, big, owed])
     driven.run()

@@ -681,7 +681,9 @@ class PrefillAdmission:
 
     def try_start(self, sequence: Sequence, now: float) -> bool:
         """Reserve the pages of a prompt; False if it does not fit now, or too many run."""
-        if not self.has_place(sequence) or not self.account.can_bear(sequence, now):
+        if not self.has_place(sequence) or not self._leaves_pages(sequence):
+            return False
+        if not self.account.can_bear(sequence, now):
             return False
         self.tried += 1
         if not self.groups.allocate(sequence):
@@ -748,6 +750,22 @@ class PrefillAdmission:
         if not closed or group not in closed or self._promise_waits_for_pages(group):
             return available
         return min(available, closed[group] - 1)
+
+    def _leaves_pages(self, sequence: Sequence) -> bool:
+        """Return whether promises that wait for pages find as many after this start as before.
+
+        Small prompts pass.
+        """
+        if sequence.promised:
+            return True
+        pages = self.queues.pages_needed(sequence)
+        for group in sequence.assigned_groups:
+            if group in self.queues.by_group and self._promise_waits_for_pages(group):
+                queue, pool = self.queues.by_group[group], self.groups.pool.groups[group]
+                owed = float(queue.need[queue.promised].sum())
+                if pages > pool.total // 16 and pages > pool.available - owed:
+                    return False
+        return True
 
     def _may_take_pages(self, sequence: Sequence, group: int) -> bool:
         return sequence.promised or not self._promise_waits_for_pages(group)
