@@ -15,7 +15,7 @@ With promises, what a prompt's answer will take counts too. The account of decod
 6. A long prompt ends once the promises that do not count its decode fit alongside it: all for
    one without a promise, for others those that are due before it.
 7. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
-   decodes at the pace that b allows. So is the first one, unless a router has promised it.
+   decodes at the pace that b allows. The first one does too, unless a router has promised it.
 
 So a promise holds: what decodes take until it is due was counted when they began, and what it
 left free was counted in its work. The first prompt held back by 5, and those held back by 6, are
