@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -264,15 +265,25 @@ def turns(seed: int) -> list[Arrival]:
     ]
 
 
-def hurried(seed: int) -> list[Arrival]:
+def hurried(seed: int, per_s: float = 3.0) -> list[Arrival]:
+    drawn = poisson([(2000, 100)], per_s, int(150.0 * per_s), seed, 75.0)
     return [
         msgspec.structs.replace(arrival, id=f"hog-{index}", tenant="hog")
-        for index, arrival in enumerate(poisson([(2000, 100)], 3.0, 450, seed, 75.0))
+        for index, arrival in enumerate(drawn)
     ]
 
 
 def test_answers_on_a_deep_history_leave_documents_their_share() -> None:
-    assert attainment_of_documents(turns) >= 0.2
+    assert attainment_of_documents(turns) >= 0.7
+
+
+def test_a_flood_of_targets_for_the_tpot_takes_no_more_than_a_few() -> None:
+    """Others leave no time for what is beyond a share."""
+    few, flood = (
+        attainment_of_documents(functools.partial(hurried, per_s=per_s), 0.01)
+        for per_s in (1.0, 6.0)
+    )
+    assert flood >= few - 0.05
 
 
 def test_targets_for_the_tpot_leave_documents_their_share_and_are_kept() -> None:
