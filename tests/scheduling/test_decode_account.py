@@ -64,7 +64,7 @@ def test_a_prompt_without_a_promise_starts_once_its_decodes_can_be_borne() -> No
     # every batch short. It starts when they are done, and no promise is late.
     plan = scheduler(settings=SETTINGS, batch_s=0.005)
     driven = Driven(plan)
-    driven.submit(crowd(60, 1, within_s=4.0))
+    driven.submit(crowd(68, 1, within_s=4.0))
     late = request("late", 500, 0.1, within_s=0.1, output_tokens=200, tpot_s=0.02)
     driven.submit([late])
     driven.run(until_s=1.0)
