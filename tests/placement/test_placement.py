@@ -59,12 +59,6 @@ def request(due_s: float = 10.0, prompt_tokens: int = 1000, id: str = "n") -> Pe
     return PendingRequest(id=id, prompt_tokens=prompt_tokens, max_output_tokens=100, due_s=due_s)
 
 
-def last_batch_s() -> float:
-    """Seconds that a promise needs besides work, because its last batch is not full."""
-    alone = estimate().assess(request(), 0.0)
-    return alone.needed_s - alone.cost_s
-
-
 def loaded(*margins: tuple[float, float]) -> Load:
     return Load(margins=(margins,), free_pages=(20_000,), total_pages=(20_000,))
 
@@ -439,16 +433,14 @@ def test_fits_agrees_with_brute_force_over_all_orders(
     jobs: list[tuple[float, float]], due_s: float, tokens: int
 ) -> None:
     kept: list[tuple[float, float]] = []
-    last_s = last_batch_s()
     for job in jobs:
-        if feasible([(due - last_s, work) for due, work in (*kept, job)]):
+        if feasible([*kept, job]):
             kept.append(job)
     kept.sort()
-    done = list(itertools.accumulate((work for _, work in kept), initial=last_s))[1:]
+    done = list(itertools.accumulate(work for _, work in kept))
     margins = tuple((due, due - sum_s) for (due, _), sum_s in zip(kept, done, strict=True))
     option = estimate(load=loaded(*margins)).assess(request(due_s, tokens), 0.0)
-    every = [*kept, (due_s, option.cost_s)]
-    assert option.fits == feasible([(due - last_s, work) for due, work in every])
+    assert option.fits == feasible([*kept, (due_s, option.cost_s)])
 
 
 def test_holding_many_equals_a_load_that_counts_them() -> None:
@@ -460,7 +452,7 @@ def test_holding_many_equals_a_load_that_counts_them() -> None:
         works.append((due_s, option.cost_s))
         at.hold(pending, option, 0.0, promised=True)
     works.sort()
-    done = [*itertools.accumulate((work for _, work in works), initial=last_batch_s())][1:]
+    done = itertools.accumulate(work for _, work in works)
     reported = estimate(load=loaded(*((d, d - s) for (d, _), s in zip(works, done, strict=True))))
     for due_s in (0.1, 2.0, 4.0, 9.0):
         mine, theirs = at.assess(request(due_s), 0.0), reported.assess(request(due_s), 0.0)
@@ -504,12 +496,12 @@ def test_a_tighter_tpot_takes_time_from_the_promises_of_every_group() -> None:
 def test_a_promise_leaves_half_a_batch_to_spare_once_the_batch_in_flight_is_over() -> None:
     strict = ReplicaEstimate("s", estimate().predictor, 10_000_000, max_batch_s=0.1)
     strict.update(msgspec.structs.replace(IDLE, lead_s=(0.03,)), 0.0)
-    alone_s = strict.assess(request(), 0.0).needed_s
-    assert not strict.assess(request(due_s=alone_s + 0.029), 0.0).fits
-    assert strict.assess(request(due_s=alone_s + 0.031), 0.0).fits
-    assert strict.assess(request(due_s=alone_s + 0.031), 0.02).fits
-    assert not strict.assess(request(due_s=0.04 + alone_s + 0.049), 0.04).fits
-    assert strict.assess(request(due_s=0.04 + alone_s + 0.051), 0.04).fits
+    cost_s = strict.assess(request(), 0.0).cost_s
+    assert not strict.assess(request(due_s=cost_s + 0.029), 0.0).fits
+    assert strict.assess(request(due_s=cost_s + 0.031), 0.0).fits
+    assert strict.assess(request(due_s=cost_s + 0.031), 0.02).fits
+    assert not strict.assess(request(due_s=0.04 + cost_s + 0.049), 0.04).fits
+    assert strict.assess(request(due_s=0.04 + cost_s + 0.051), 0.04).fits
 
 
 @pytest.mark.parametrize("spp", [1, 2, 3, 4])
@@ -535,7 +527,7 @@ def test_no_more_promises_are_given_than_sequences_may_start() -> None:
 
 def test_a_prompt_fits_in_the_group_that_has_room() -> None:
     """Several lists of margins are of several groups; one list stands for all of them."""
-    full, roomy = ((0.5, 0.0), (3.0, 0.005)), ((1.0, 0.9),)
+    full, roomy = ((0.5, 0.0), (3.0, 0.01)), ((1.0, 0.9),)
     apart, together = grouped(full, roomy), grouped(full)
     short = request(due_s=0.6)
     fits = apart.assess(short, 0.0)

@@ -120,17 +120,6 @@ def test_no_time_is_kept_for_short_prompts_to_come_beyond_a_share(beyond: bool) 
     assert plan.load(30.0).long_factor == (1.0 if beyond else pytest.approx(1.43, rel=0.1))
 
 
-def test_promises_of_one_stage_count_one_batch_that_is_not_full() -> None:
-    # 15,000 tokens take 1.55 s in batches of 0.1 s with an overhead of 3 ms. Promises count a batch
-    # of 53 ms for each, 1.59 s, and 3 ms.
-    classes = (SloClass(when_infeasible="refuse"),)
-    driven = Driven(scheduler(batch_s=0.003, classes=classes))
-    driven.submit([request(f"r{n}", 500, within_s=1.62) for n in range(30)])
-    driven.run()
-    assert all(driven.admitted[f"r{n}"].promised for n in range(30))
-    assert all(driven.in_time(f"r{n}") for n in range(30))
-
-
 def test_a_short_prompt_starts_though_a_long_one_ran_ahead_of_a_promise() -> None:
     # The long prompt has the least relative slack, and runs first. If it took the whole margin of
     # the promise, the short one would wait until the promise is kept, as its answer takes 2 % of

@@ -221,9 +221,6 @@ class ReplicaEstimate:
         self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
         self._settings = Scheduling(min_batch_s=min_batch_s, max_batch_s=max_batch_s)
         self._overhead_s = predictor.batch_s([(1, 0, False)])  # of one more batch
-        # What each promise counts of it, as replicas do, and what the last batch needs besides.
-        self._each_s = self._overhead_s if predictor.topology.spp > 1 else 0.0
-        self._last_s = self._overhead_s - self._each_s
         self.closed = False
         self._most_tokens: int | None = None  # computed from the Load when it is needed
         self._take(Load(), 0.0)
@@ -232,7 +229,7 @@ class ReplicaEstimate:
         self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
         self._held_work: dict[tuple[str, bool], float] = {}  # by tenant and whether short
         self._drain_s = (predictor.topology.spp - 1) * max_batch_s
-        self._margins = [Margins(self._drain_s + self._last_s)]  # as many as lists in the Load
+        self._margins = [Margins(self._drain_s)]  # as many as lists in the Load
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
         self._factors: dict[tuple[float, float], float] = {}  # of two budgets
         self._pages = 0
@@ -617,9 +614,8 @@ class ReplicaEstimate:
         share_s = busy_s / load.share
         known = now <= self._updated_s + max(load.lead_s, default=0.0)
         rest_s = 0.0 if known else 0.5 * min(load.budget_s, self.max_batch_s)
-        cost_s = share_s * inflation + self._each_s
-        own_s = reckoned_s + rest_s + self._last_s
-        return _Cost(share_s + drain_s, cost_s, own_s, is_long)
+        cost_s = share_s * inflation + self._overhead_s
+        return _Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long)
 
     def _rooms(
         self, request: PendingRequest, cost: _Cost, answer: AnswerTime, now: float
@@ -699,7 +695,7 @@ class ReplicaEstimate:
         self._stale = False
         reported = self.load.margins or ((),)
         lead_s = self.load.lead_s or (0.0,) * len(reported)
-        self._margins = [Margins(self._drain_s + self._last_s) for _ in reported]
+        self._margins = [Margins(self._drain_s) for _ in reported]
         for group, margins in enumerate(self._margins):
             here = [
                 held

@@ -6,7 +6,7 @@ Each group is one server; a request that needs several groups must fit in each o
     kept        no promise, but it fits alongside everything that is kept; gives way to new promises
     relegated   all others: they run after the kept ones, with a guaranteed share of the time
 
-    bare cost = work + overhead of a batch       in a pipeline alone, where it may be cut once more
+    bare cost = work + overhead                  overhead: it may be cut once more than T(n) assumes
     full cost = bare cost / (1 − relegated share)
 
 The share is set aside where a class relegates or while a relegated prompt waits: a replica whose
@@ -169,8 +169,7 @@ class PromiseSet:
 
     `drain_s`: upper bound of what a chunk still needs behind stage 0; `least_drain_s`: what routers
     leave for it at least, and batches keep to where it matters. `overhead_s`: cost of a batch that
-    holds next to nothing, `each_s` what each prompt counts of it. `decoding_s`: what decodes take
-    of a batch, per group.
+    holds next to nothing. `decoding_s`: what decodes take of a batch, per group.
     `relegated_credit_s`: time owed to the relegated, per group; `payable_s`: how much of it the
     batch that was ordered last can bear; `lacking_s`: time owed if what they got in the gaps of
     others counts, too. `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a
@@ -193,7 +192,6 @@ class PromiseSet:
         self.drain_s = (spp - 1) * self.longest_s
         self.least_drain_s = max(0.0, self.drain_s - 0.5 * self.longest_s)
         self.overhead_s = _overhead_s(predictor)
-        self.each_s = self.overhead_s if spp > 1 else 0.0
         self.promising = groups.ranked
         self.gives = self.promising and settings.commit
         self.relegated_credit_s: dict[int, float] = {}
@@ -223,10 +221,9 @@ class PromiseSet:
     def behind_s(self, group: int) -> float:
         """Return what a promise needs besides work: behind stage 0, and for its last batch.
 
-        Work counts decodes, and with one stage overhead, as if every batch was full, but the last
-        one is not.
+        Work counts decodes as if every batch was full, but the last one is not.
         """
-        return self.drain_s + self.decoding_s[group] + self.overhead_s - self.each_s
+        return self.drain_s + self.decoding_s[group]
 
     def set_aside(self) -> None:
         """Set the relegated share aside if a prompt is relegated now, or may be."""
@@ -235,7 +232,7 @@ class PromiseSet:
 
     def full_cost_s(self, work_s: float) -> float:
         """Return the time that a promise for that much work takes up."""
-        return (work_s + self.each_s) * self._inflation
+        return (work_s + self.overhead_s) * self._inflation
 
     # --- one request ------------------------------------------------------------------------------
 
@@ -256,7 +253,7 @@ class PromiseSet:
             widened = self.widened(self.coming(group, start)) if is_long else 1.0
             start += self.behind_s(group)
             room_s = rows.room_for_promise_s(
-                place, start, self.each_s, self._inflation, self.long_s, widened
+                place, start, self.overhead_s, self._inflation, self.long_s, widened
             )
             if room_s < 0.0:
                 return False
@@ -264,7 +261,7 @@ class PromiseSet:
             return bool(starts)
         by_s = max((at + self.behind_s(of) for of, at in starts.items()), default=0.0)
         fit = self.groups.spans.fit(
-            sequence.number, sequence.key[0], self.guard_s, by_s, self.each_s, self._inflation
+            sequence.number, sequence.key[0], self.guard_s, by_s, self.overhead_s, self._inflation
         )
         return fit and bool(starts)
 
@@ -274,7 +271,7 @@ class PromiseSet:
             if group in self.waiting:
                 rows, place = self.waiting[group].rows, self.waiting[group].row_of(sequence)
                 start_s = start + self.behind_s(group)
-                if rows.room_with_kept_s(place, start_s, self.each_s) < 0.0:
+                if rows.room_with_kept_s(place, start_s, self.overhead_s) < 0.0:
                     return False
                 if self._crowds(group, start, place):
                     return False
@@ -289,9 +286,11 @@ class PromiseSet:
         if not waiting.promised_count:
             return math.inf
         start = now + self.behind_s(group)
-        least_s = waiting.rows.least_margin_s(tried, start, self.each_s, self._inflation)
+        least_s = waiting.rows.least_margin_s(tried, start, self.overhead_s, self._inflation)
         if self.groups.shared:
-            span_s = self.groups.spans.least_s(group, tried, start, self.each_s, self._inflation)
+            span_s = self.groups.spans.least_s(
+                group, tried, start, self.overhead_s, self._inflation
+            )
             least_s = min(least_s, span_s)
         return least_s
 
@@ -337,7 +336,7 @@ class PromiseSet:
         Times until due count from `after_s` before.
         """
         waiting, start = self.waiting[group], start + self.behind_s(group)
-        return waiting.rows.promise_margins(most, start, self.each_s, self._inflation, after_s)
+        return waiting.rows.promise_margins(most, start, self.overhead_s, self._inflation, after_s)
 
     def spare_before_s(self, group: int, due_s: float, now: float, *, room: bool) -> float:
         """Return the time to spare of promises due before `due_s`, by the works tried last.
@@ -460,9 +459,9 @@ class PromiseSet:
         waiting = self.waiting[group]
         rows = waiting.rows
         start += self.behind_s(group)
-        rows.margins(start, self.each_s, self._inflation)
+        rows.margins(start, self.overhead_s, self._inflation)
         if self.groups.shared and waiting.promised_count:
-            self.groups.spans.lower(group, start, self.each_s, self._inflation)
+            self.groups.spans.lower(group, start, self.overhead_s, self._inflation)
         return rows
 
     def _terms(
@@ -471,7 +470,7 @@ class PromiseSet:
         """Return (due in, bare cost) of the group's rows from `start` on, of all by default."""
         waiting = self.waiting[group]
         due_in_s = waiting.due_s[rows] - (start + self.behind_s(group))
-        return due_in_s, waiting.work_s[rows] + self.each_s
+        return due_in_s, waiting.work_s[rows] + self.overhead_s
 
     def _payable_s(self, group: int, rows: native.Rows) -> float:
         """Return how much of the next batch the relegated get of what they are owed.
@@ -559,7 +558,7 @@ class PromiseSet:
     def _readmit(self, group: int, waiting: WaitingQueue, now: float) -> bool:
         """Keep relegated rows that fit with a batch to spare, smallest first; False if none."""
         rows, start = self.waiting[group].rows, now + self.behind_s(group)
-        rows.open(start, self.each_s, self._inflation)
+        rows.open(start, self.overhead_s, self._inflation)
         for count in range(CHANGES_PER_ROUND):
             place = rows.fitting(self.guard_s)
             while place >= 0 and not self._may_keep(group, place, now):
@@ -586,7 +585,7 @@ class PromiseSet:
                 self.long_s,
                 now,
                 self.behind_s(group),
-                self.each_s,
+                self.overhead_s,
                 self._inflation,
                 waiting.expected,
                 self.coming(group, now),
@@ -610,7 +609,7 @@ class PromiseSet:
             place,
             now,
             self.behind_s(group),
-            self.each_s,
+            self.overhead_s,
             self._inflation,
             waiting.expected,
             self.coming(group, now),
