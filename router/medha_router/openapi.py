@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from medha_router.dialects.responses_body import ResponsesBody
 from medha_router.protocol import (
     CHAT_UNSUPPORTED,
     COMPLETION_UNSUPPORTED,
+    NEUTRAL,
     OF_COMPLETIONS,
     TOKENIZE_UNSUPPORTED,
     ChatBody,
@@ -227,24 +229,37 @@ DECODED_LATER: dict[type[msgspec.Struct], dict[str, Any]] = {
     },
     responses_body.TextConfig: {"format": responses_body.TextFormat | None},
 }
-_ONLY_OUTPUT = {"n": (1,)}
+
+
+def _of_others(kind: type[msgspec.Struct], names: Iterable[str]) -> dict[str, tuple[object, ...]]:
+    """Return the value, if any, that changes nothing of fields that only other APIs have."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values: dict[str, tuple[object, ...]] = {}
+    for name in names:
+        value = NEUTRAL.get(name, False)
+        try:
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError:
+            values[name] = ()
+        else:
+            values[name] = (value,)
+    return values
+
+
 ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
     ChatBody: CHAT_UNSUPPORTED | OF_COMPLETIONS,
     CompletionBody: COMPLETION_UNSUPPORTED | {"best_of": OF_COMPLETIONS["best_of"]},
     TokenizeBody: TOKENIZE_UNSUPPORTED,
     ResponsesBody: CHAT_UNSUPPORTED
     | responses_body.UNSUPPORTED
-    | dict.fromkeys(responses_body.INSTEAD, ())
-    | _ONLY_OUTPUT,
+    | _of_others(ResponsesBody, responses_body.INSTEAD),
     MessagesBody: CHAT_UNSUPPORTED
     | messages_body.UNSUPPORTED
-    | dict.fromkeys(messages_body.INSTEAD, ())
-    | _ONLY_OUTPUT,
+    | _of_others(MessagesBody, messages_body.INSTEAD),
     CountTokensBody: {name: messages_body.UNSUPPORTED[name] for name in messages_body.COUNTED},
     responses_body.ResponseStreamOptions: {"include_obfuscation": (False,)},
     responses_body.FunctionTool: responses_body.UNSUPPORTED_OF_TOOLS,
     messages_body.CustomTool: messages_body.UNSUPPORTED_OF_TOOLS | {"type": ("custom",)},
-    messages_body.OutputConfig: {"effort": ()},
     StructuredOutputs: {
         "disable_any_whitespace": (False,),
         "disable_additional_properties": (False,),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from medha.errors import RequestError
+from medha_router.dialects.messages_body import read_messages_body
+from medha_router.dialects.responses_body import read_responses
+from medha_router.protocol import read_chat, read_completion
+
+OTHERS: tuple[object, ...] = (False, True, 0, 1, "", "none", "x", [], [1], {}, {"x": 1})
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say a"}]}
 
 
@@ -64,6 +71,35 @@ def test_the_document_names_what_is_refused_and_what_is_sent(served: Any) -> Non
         kinds = paths[path]["post"]["responses"]["200"]["content"]
         assert set(kinds) == {"application/json", "text/event-stream"}
     assert "content" not in paths["/health"]["get"]["responses"]["200"]
+
+
+READERS: tuple[tuple[str, Callable[[bytes], Any], dict[str, Any]], ...] = (
+    ("ChatBody", read_chat, CHAT),
+    ("CompletionBody", read_completion, {"model": "tiny", "prompt": "a"}),
+    ("ResponsesBody", read_responses, {"model": "tiny", "input": "a"}),
+    ("MessagesBody", read_messages_body, CHAT | {"max_tokens": 4}),
+)
+
+
+@pytest.mark.parametrize(("kind", "read", "body"), READERS)
+def test_the_document_lists_the_values_of_a_field_that_are_taken(
+    served: Any, kind: str, read: Callable[[bytes], Any], body: dict[str, Any]
+) -> None:
+    schema = served.http.get("/openapi.json").json()["components"]["schemas"][kind]
+    listed = {name: own["enum"] for name, own in schema["properties"].items() if "enum" in own}
+    assert len(listed) > 20
+
+    def taken(name: str, value: object) -> bool:
+        try:
+            read(json.dumps(body | {name: value}).encode())
+        except RequestError:
+            return False
+        return True
+
+    for name, values in listed.items():
+        known = [json.dumps(value) for value in values]
+        for value in (*values, *OTHERS):
+            assert taken(name, value) == (json.dumps(value) in known), (name, value)
 
 
 def test_a_field_that_is_null_is_absent_for_tokenize(served: Any) -> None:
