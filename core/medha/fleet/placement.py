@@ -696,26 +696,26 @@ class ReplicaEstimate:
         reported = self.load.margins or ((),)
         lead_s = self.load.lead_s or (0.0,) * len(reported)
         self._margins = [Margins(self._drain_s) for _ in reported]
+        promises = [held for held in self._held.values() if held.promised]
         for group, margins in enumerate(self._margins):
-            here = [
-                held
-                for held in self._held.values()
-                if held.promised and (held.group == group or not 0 <= held.group < len(reported))
-            ]
-            promised = sorted((held.due_s, held.work_s) for held in here)
-            margins.recount(reported[group], self._updated_s, promised, lead_s[group])
+            here = [held for held in promises if self._is_in(held, group)]
+            work = sorted((held.due_s, held.work_s) for held in here)
+            margins.recount(reported[group], self._updated_s, work, lead_s[group])
             for held in here:
                 margins.delay(held.due_s, held.answer)
-            for held in self._held.values():
-                if held not in here:
+            for held in promises if len(here) < len(promises) else ():
+                if not self._is_in(held, group):
                     margins.delay(-math.inf, held.elsewhere)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
         self._decode_s = sum(held.decode_s for held in self._held.values())
-        promises = [held for held in self._held.values() if held.promised]
         self._promises = len(promises)
         self._promised_decode_s = sum(held.decode_s for held in promises)
+
+    def _is_in(self, held: Held, group: int) -> bool:
+        """Return whether a promise is counted in the margins of a group: its own, or all."""
+        return held.group == group or not 0 <= held.group < len(self._margins)
 
     def _charge(self, held: Held, seconds: float) -> None:
         """Add to the held promises of a tenant."""
@@ -736,7 +736,7 @@ class ReplicaEstimate:
         self._promises += 1
         self._promised_decode_s += held.decode_s
         for group, margins in enumerate(self._margins):
-            if held.group == group or not 0 <= held.group < len(self._margins):
+            if self._is_in(held, group):
                 margins.add(held.due_s, held.work_s, now, held.answer)
             else:
                 margins.delay(-math.inf, held.elsewhere)
