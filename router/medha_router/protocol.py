@@ -65,7 +65,7 @@ BiasKey = Annotated[str, msgspec.Meta(max_length=12)]
 Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-RequestName = Annotated[str, msgspec.Meta(max_length=128, pattern="^[ -~]*$")] | None
+RequestName = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[ -~]*$(?!\n)")] | None
 ModelName = Annotated[str, msgspec.Meta(max_length=253)] | None
 
 # Fields that would change the output if they were supported, and the values that change nothing.

@@ -312,6 +312,7 @@ def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: 
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"request_id": "a\nb"}, "request_id"),
+        ({"request_id": "a\n"}, "request_id"),
     ],
 )
 def test_what_cannot_hold_is_refused_by_its_name(

@@ -400,6 +400,7 @@ def test_with_the_choice_none_the_output_is_text(hermes: Any) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "magic", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "ab\n"}}]}, "tools[0].function.name"),
         ({"tools": [TIME, TIME]}, "tools"),
         ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
