@@ -279,6 +279,18 @@ def test_a_usage_counts_the_tokens_of_the_thinking(begun: Running, text: str, co
     assert answer.usage.output_tokens_details.reasoning_tokens == count
 
 
+@pytest.mark.parametrize(("spaces", "count"), [(4095, 4096), (4096, 0)])
+def test_a_mark_after_endless_space_begins_no_thinking(spaces: int, count: int) -> None:
+    text = " " * spaces + "<think>"
+    parser, thinking = OutputParser("possible"), ThinkingCount("possible")
+    parts = [part for letter in text for part in parser.push(letter)]
+    thinking.read(range(spaces + 1), [*[b" "] * spaces, b"<think>"].__getitem__)
+    assert thinking.tokens == count and (not parts) == (count > 0)
+    begun = ThinkingCount("begun")
+    begun.read(range(2 * spaces), lambda token: b" ")
+    assert begun.tokens == 2 * spaces
+
+
 def test_outputs_without_a_thinking_count_none(hermes: Running) -> None:
     for options in ({}, {"response_format": {"type": "json_object"}}):
         usage = hermes.client.chat.completions.create(**request("{}", **options)).usage

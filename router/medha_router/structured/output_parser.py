@@ -43,7 +43,7 @@ class ThinkingCount:
     def __init__(self, thinking: Thinking) -> None:
         self._begun = thinking in ("begun", "continued")
         self._undecided = thinking != "none"  # whether it begins with the mark
-        self._read = 0
+        self._read = self._space = 0
         self._printed = b""
         self.tokens = 0
         self._done = thinking == "none"
@@ -55,9 +55,13 @@ class ThinkingCount:
             self._read += 1
             self._printed += bytes_of(token)
             if self._undecided:
-                first = self._printed.lstrip()
-                self._undecided = begins.startswith(first) and first != begins
-                if not (self._undecided or self._begun or first.startswith(begins)):
+                first = self._printed.lstrip(SPACE.encode())
+                self._space += len(self._printed) - len(first)
+                self._printed = first
+                near = self._space < MAX_SPACE_CHARS
+                self._undecided = near and begins.startswith(first) and first != begins
+                marked = near and first.startswith(begins)
+                if not (self._undecided or self._begun or marked):
                     self._done = True
                     return
                 if self._undecided and not self._begun:
