@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import typing
 from typing import Any
 
@@ -490,3 +491,33 @@ def test_endless_space_before_a_call_is_content(form: Format) -> None:
     calls = {"qwen3_coder": "<function=f>", "deepseek": f"f{SEPARATOR}" + "{}"}
     call = calls.get(form, '{"name": "f"}')
     assert parsed(form, [text + call]) == parsed(form, list(text + call)) == (text + call, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"), [("mistral", "[TOOL_CALLS]["), ("llama3", "<|python_tag|>")]
+)
+def test_endless_space_after_the_mark_of_a_call_is_content(form: Format, begin: str) -> None:
+    text = begin + " " * 5000
+    for after in ("", '{"name": "f"}', "text"):
+        expected = (text + after, list[tuple[str, str]]())
+        assert parsed(form, [text + after]) == parsed(form, list(text + after)) == expected
+
+
+@pytest.mark.parametrize("begin", ["", '<tool_call>{"name": "f"}</tool_call>'])
+def test_white_space_is_searched_a_few_times_and_no_more(begin: str) -> None:
+    """The event loop stands still meanwhile."""
+    parser, searched = ToolCallParser("hermes", TOOLS), 0
+
+    def count(frame: object, event: str, function: Any) -> None:
+        nonlocal searched
+        text = getattr(function, "__self__", None) if event == "c_call" else None
+        searched += len(text) if isinstance(text, str) else 0
+
+    parser.push(begin)
+    sys.setprofile(count)
+    for _ in range(10_000):
+        parser.push("\n")
+    sys.setprofile(None)
+    pieces = parser.push("end")
+    assert "".join(piece.text for piece in pieces).endswith("end")
+    assert searched < 10_000 * 10

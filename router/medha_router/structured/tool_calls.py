@@ -108,7 +108,7 @@ class ToolCallParser:
         self.calls, self.chosen = 0, form != "named"
         self._text = ""
         self._prefix = ""  # content after all, if no call follows
-        self._space = ""
+        self._space: list[str] = []  # after a call
         self._state = {"named": "arguments", "array": "between"}.get(form, "content")
         if form == "llama3":
             self._state = "start"
@@ -298,9 +298,10 @@ class ToolCallParser:
         if self._prefix:
             self._prefix += self._text[: len(self._text) - len(rest)]
         self._text = rest
-        if not rest:
+        near = len(self._prefix) < MAX_HEAD_CHARS
+        if near and not rest:
             return False
-        if self._text[0] == "{" and self._form not in ("qwen3_coder", "deepseek"):
+        if near and rest[0] == "{" and self._form not in ("qwen3_coder", "deepseek"):
             self._object, self._state = _CallObject(None), "object"
             return True
         if self._prefix:
@@ -355,19 +356,23 @@ class ToolCallParser:
     # --- pieces -------------------------------------------------------------------------------
 
     def _open(self, name: str) -> int:
-        self._space = self._prefix = ""
+        self._space, self._prefix = [], ""
         number = self.calls
         self.calls += 1
         self._pieces.append(TextPart("", number, name))
         return number
 
     def _content(self, text: str) -> None:
+        if not text:
+            return
         if self.calls:  # white space between calls is held until other text follows
-            held = self._space + text
-            text = held.rstrip(SPACE)
-            self._space = held[len(text) :]
-        if text:
-            self._pieces.append(TextPart(text))
+            kept = text.rstrip(SPACE)
+            if not kept:
+                self._space.append(text)
+                return
+            space, self._space = self._space, [text[len(kept) :]]
+            text = "".join(space) + kept
+        self._pieces.append(TextPart(text))
 
 
 class _CallObject:
@@ -467,12 +472,17 @@ class _CallObject:
             self.any_arguments = True
         elif self._value:
             if self._key == "name":
-                self._token += text
+                self._spell(text)
             self._add(text)
         if self._string:
             self._escaped = False
             if self._depth == 1 and not self._value:
-                self._token += text
+                self._spell(text)
+
+    def _spell(self, text: str) -> None:
+        """Add text of a key or a name, but to one so long that it counts for neither."""
+        if len(self._token) <= MAX_SEEN_CHARS:
+            self._token += text
 
     def _add(self, text: str) -> None:
         """Add text of a value, which may be that of the arguments."""
@@ -490,7 +500,7 @@ class _CallObject:
             self.any_arguments = True
         elif self._value and not closes and not (top and letter == ","):
             if self._key == "name":
-                self._token += letter
+                self._spell(letter)
             self._add(letter)
         if self._string:
             self._in_string(letter)
@@ -523,7 +533,7 @@ class _CallObject:
                 self._read_name()
             return
         if self._depth == 1 and not self._value:
-            self._token += letter
+            self._spell(letter)
 
     def _read_name(self) -> None:
         try:
