@@ -593,10 +593,12 @@ def generation_params(
             param="prompt_logprobs",
         )
     kept = body.truncate_prompt_tokens
-    if kept is not None and echo:
+    if kept == 0 or (kept is not None and echo):
         raise RequestError(
-            f"truncate_prompt_tokens is {kept} with echo: leave out one",
-            code="unsupported_value",
+            "truncate_prompt_tokens is 0: a prompt has a token; give more, or -1 for all that fit"
+            if kept == 0
+            else f"truncate_prompt_tokens is {kept} with echo: leave out one",
+            code="unsupported_value" if kept else "invalid_value",
             param="truncate_prompt_tokens",
         )
     options = body.stream_options

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from medha.fleet.demand import DemandWindow
 from medha.fleet.placement import PlacementOption
 from medha.fleet.prefix_index import salt_of
 from medha.fleet.shared_room import SharedRoom
-from medha.messages import Sampling
+from medha.messages import Sampling, from_bytes
 from medha.request import Request
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
@@ -287,8 +288,11 @@ class Service:
             return prompts
         most, side = params.kept_tokens
         if most < 0:
-            most = model.max_context_tokens - max(1, params.max_output_tokens or 0)
-        return tuple(_cut(prompt, most, side) for prompt in prompts)
+            most = max(1, model.max_context_tokens - max(1, params.max_output_tokens or 0))
+        special: list[int] = []
+        if params.special and version.vocabulary is not None:
+            special = version.vocabulary.tokenizer.encode("").ids
+        return tuple(_cut(prompt, most, side, special) for prompt in prompts)
 
     async def _encoded(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
@@ -575,15 +579,20 @@ def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _cut(prompt: Prompt, most: int, side: str) -> Prompt:
-    """Return the last tokens of a prompt if `side` is left, else the first ones.
+def _cut(prompt: Prompt, most: int, side: str, special: Sequence[int]) -> Prompt:
+    """Return the last tokens of a prompt if `side` is left, after `special` ones that open it, else
+    the first ones.
 
     Pages of what is left have no names: it is computed without the prefix cache.
     """
     if prompt.length <= most:
         return prompt
-    tokens = prompt.tokens[: 4 * most] if side == "right" else prompt.tokens[4 * -most :]
-    return Prompt(tokens if most else b"", b"")
+    if side == "right":
+        return Prompt(prompt.tokens[: 4 * most], b"")
+    first = from_bytes(prompt.tokens[: 4 * len(special)]).tolist()
+    opening = sum(itertools.takewhile(bool, map(operator.eq, first, special)))
+    opening = min(opening, most - 1)
+    return Prompt(prompt.tokens[: 4 * opening] + prompt.tokens[-4 * (most - opening) :], b"")
 
 
 def _bias(params: GenerationParams, version: ModelVersion) -> dict[int, float]:

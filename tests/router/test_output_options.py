@@ -311,6 +311,7 @@ def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: 
         ({"allowed_token_ids": list(range(1024)), "logit_bias": {"2000": 1}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"request_id": "a\n"}, "request_id"),
     ],
@@ -340,6 +341,10 @@ def test_a_long_prompt_is_cut_on_request(served: Running) -> None:
         answer = ask(served, "completions", **fields).json()
         assert answer["choices"][0]["text"] == "abc"
         assert answer["usage"]["prompt_tokens"] == len(seen(served)) == tokens - (kept == 4000)
+    for most in (2048, 2060, 9000):
+        fields = {"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": most}
+        message = ask(served, "completions", **fields).json()["error"]["message"]
+        assert f"{most + 1} tokens (1 in the prompt, {most} in the completion)" in message
     ask(served, "completions", prompt=prompt, truncate_prompt_tokens=5, truncation_side="right")
     assert len(set(seen(served))) == 1 and len(seen(served)) == 5
     response = ask(served, "completions", echo=True, truncate_prompt_tokens=5)
@@ -359,6 +364,9 @@ def test_special_tokens_are_added_on_request(running_with: Any, make_hello: Any)
     }
     running: Running = running_with()
     running.open(tokenizer=json.dumps(text).encode())
+    letters = {
+        token: ord(letter) for letter, token in text["model"]["vocab"].items() if letter < "~"
+    }
     for path, usual in (("completions", 1), ("chat/completions", 0)):
         options: tuple[dict[str, Any], ...] = ({}, {"add_special_tokens": True})
         counts = [
@@ -366,6 +374,14 @@ def test_special_tokens_are_added_on_request(running_with: Any, make_hello: Any)
             for fields in (*options, {"add_special_tokens": False})
         ]
         assert [count - counts[2] for count in counts] == [usual, 1, 0]
+    for kept, side, expected in (
+        (4, "left", [START, *b"abc"]),
+        (1, "left", [*b"c"]),
+        (3, "right", [START, *b"sa"]),
+    ):
+        fields = {"prompt": "say abc", "truncate_prompt_tokens": kept, "truncation_side": side}
+        ask(running, "completions", **fields)
+        assert [letters.get(token, token) for token in seen(running)] == expected
 
 
 # --- outputs --------------------------------------------------------------------------------------
