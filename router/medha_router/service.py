@@ -13,7 +13,7 @@ import logging
 import math
 import operator
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -351,6 +351,7 @@ class Service:
             self._config.split_thinking and params.chat and params.grammar is None
         )
         stop_tokens = self._stop_tokens(params, version)
+        bias = _bias(client_request, version, stop_tokens)
         settings = self._with_defaults(params, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = self._salt(params.model, _cache_owner(client_request))
@@ -369,6 +370,7 @@ class Service:
                     settings,
                     seed=(seed + index) & MAX_INT64,
                     stop_tokens=stop_tokens,
+                    logit_bias=bias,
                     grammar=grammar,
                 )
                 own_request = msgspec.structs.replace(request, id=f"{client_request.id}.{index}")
@@ -395,6 +397,7 @@ class Service:
         params = client_request.params
         tool_calls = _tool_calls(params, version, client_request.adapter)
         stop_tokens = self._stop_tokens(params, version)
+        bias = _bias(client_request, version, stop_tokens)
         idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
         generation.request = msgspec.structs.replace(
             generation.request,
@@ -409,7 +412,7 @@ class Service:
             ),
         )
         generation.sampling = msgspec.structs.replace(
-            generation.sampling, stop_tokens=stop_tokens, logit_bias=_bias(params, version)
+            generation.sampling, stop_tokens=stop_tokens, logit_bias=bias
         )
         if params.sampling.prompt_logprobs is not None:
             prompt = _scorable(prompt)
@@ -427,14 +430,9 @@ class Service:
         return await self._grammars.check(key, tokenizer, grammar, owner)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
-        """Return the sampling with the checkpoint's defaults where the request is silent, and
-        with a bias of the tokens of bad words."""
+        """Return the sampling with the checkpoint's defaults where the request is silent."""
         defaults = version.hello.defaults.given() if self._config.generation_defaults else {}
-        used: dict[str, Any] = {
-            name: value for name, value in defaults.items() if name in params.silent
-        }
-        if params.bad_words:
-            used["logit_bias"] = _bias(params, version)
+        used = {name: value for name, value in defaults.items() if name in params.silent}
         return msgspec.structs.replace(params.sampling, **used) if used else params.sampling
 
     def _stop_tokens(self, params: GenerationParams, version: ModelVersion) -> tuple[int, ...]:
@@ -595,14 +593,35 @@ def _cut(prompt: Prompt, most: int, side: str, special: Sequence[int]) -> Prompt
     return Prompt(prompt.tokens[: 4 * opening] + prompt.tokens[-4 * (most - opening) :], b"")
 
 
-def _bias(params: GenerationParams, version: ModelVersion) -> dict[int, float]:
+def _bias(
+    client_request: ClientRequest, version: ModelVersion, stop_tokens: Sequence[int]
+) -> dict[int, float]:
     """Return the bias of tokens, which forbids bad words; raises RequestError for a word that is
-    several tokens. As in vLLM, a word is also what follows a space."""
-    bias = dict(params.sampling.logit_bias)
-    if not params.bad_words or version.vocabulary is None:
-        return bias
+    several tokens, or if no allowed token is left."""
+    params = client_request.params
+    if params.bad_words and version.key not in client_request.bad_tokens:
+        client_request.bad_tokens[version.key] = _bad_tokens(params.bad_words, version)
+    bad = client_request.bad_tokens.get(version.key, ())
+    bias = params.sampling.logit_bias | dict.fromkeys(bad, -math.inf)
+    check_biased(bias)
+    allowed = {token for token, value in params.sampling.logit_bias.items() if value > MAX_BIAS}
+    if allowed and allowed <= {*bad, *(stop_tokens if params.sampling.min_tokens else ())}:
+        raise RequestError(
+            "allowed_token_ids holds only tokens that bad_words or min_tokens forbid: allow "
+            "another one",
+            code="invalid_value",
+            param="allowed_token_ids",
+        )
+    return bias
+
+
+def _bad_tokens(words: Sequence[str], version: ModelVersion) -> tuple[int, ...]:
+    """Return the tokens of words. As in vLLM, a word is also what follows a space."""
+    if version.vocabulary is None:
+        raise Refusal("no_replica", "the replicas of this model are gone: retry later")
     encode = version.vocabulary.tokenizer.encode
-    for index, word in enumerate(params.bad_words):
+    tokens: list[int] = []
+    for index, word in enumerate(words):
         bare = word.lstrip(" ")
         first, spaced = (encode(space + bare, add_special_tokens=False).ids for space in ("", " "))
         if len(first) != 1:
@@ -612,9 +631,8 @@ def _bias(params: GenerationParams, version: ModelVersion) -> dict[int, float]:
                 code="unsupported_value",
                 param=f"bad_words[{index}]",
             )
-        bias |= dict.fromkeys((first + spaced)[: 2 if len(spaced) == 1 else 1], -math.inf)
-    check_biased(bias)
-    return bias
+        tokens += first + spaced if len(spaced) == 1 else first
+    return tuple(tokens)
 
 
 def _scorable(prompt: Prompt) -> Prompt:

@@ -310,6 +310,8 @@ def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: 
         ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, ""),
         ({"allowed_token_ids": list(range(1024)), "logit_bias": {"2000": 1}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words[0]"),
+        ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [END], "min_tokens": 2}, "allowed_token_ids"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"request_id": "a\nb"}, "request_id"),
