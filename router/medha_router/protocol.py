@@ -31,9 +31,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
 MAX_SALT_CHARS = 256
 MAX_BIASED, MAX_BAD_WORDS = 1024, 128
-MAX_BIAS, ALLOWED_BIAS = 100.0, 2048.0
-"""The second is what allowed tokens get: over that of others, it leaves these no weight at any
-temperature, and shifts a float32 score by less than 0.0002."""
+MAX_BIAS, ALLOWED_BIAS, BAD_BIAS = 100.0, 2048.0, -4096.0
+"""The others are what allowed tokens and bad words get: they leave other tokens, or these, no
+weight at any temperature, and shift a float32 score by less than 0.0002. A bad word that a grammar
+demands still stands: without any token, the output would end there."""
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import operator
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -30,6 +29,7 @@ from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import (
+    BAD_BIAS,
     MAX_BIAS,
     MAX_INT64,
     MAX_LOGPROBS,
@@ -602,7 +602,7 @@ def _bias(
     if params.bad_words and version.key not in client_request.bad_tokens:
         client_request.bad_tokens[version.key] = _bad_tokens(params.bad_words, version)
     bad = client_request.bad_tokens.get(version.key, ())
-    bias = params.sampling.logit_bias | dict.fromkeys(bad, -math.inf)
+    bias = params.sampling.logit_bias | dict.fromkeys(bad, BAD_BIAS)
     check_biased(bias)
     allowed = {token for token, value in params.sampling.logit_bias.items() if value > MAX_BIAS}
     if allowed and allowed <= {*bad, *(stop_tokens if params.sampling.min_tokens else ())}:

@@ -4,10 +4,10 @@ ids, special tokens, the stop, and a cache of its own."""
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.router.conftest import END, Running, byte_level_tokenizer
@@ -16,7 +16,7 @@ from medha.errors import RequestError
 from medha.messages import from_bytes
 from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
-from medha_worker.sampler import SampledRow, sample
+from medha_worker.sampler import History, SampledRow, sample
 
 START = END - 1
 QUESTION = {"role": "user", "content": "say abcdef"}
@@ -296,8 +296,22 @@ def test_only_allowed_tokens_have_any_weight(served: Running) -> None:
 
 def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: bytes) -> None:
     letter = Vocabulary(byte_level_json).tokenizer.token_to_id("a")
-    ask(served, bad_words=["a", " a"], logit_bias={str(letter): 100})
-    assert sampling(served).logit_bias == {letter: -math.inf}
+    ask(served, bad_words=["a", " a"], temperature=2.0, logit_bias={str(letter): 100})
+    scores = torch.zeros(1, 259).index_fill_(1, torch.tensor([letter]), 200.0)
+    settings = sampling(served)
+    rows = [SampledRow(settings, place, 0) for place in range(2000)]
+    drawn = {token for token, _ in sample(scores.expand(len(rows), -1), rows)}
+    assert len(drawn) > 200 and letter not in drawn
+
+    # A grammar that leaves no other token gets it: a stop token would end the output too early.
+    class Grammar:
+        def mask(self, output: list[int]) -> Any:
+            return np.packbits(np.arange(288) == letter, bitorder="little").view(np.int32)
+
+    grammar: Any = Grammar()
+    history = History(np.zeros(0, np.int32), 0)
+    row = SampledRow(settings, 0, 0, history=history, constraint=grammar)
+    assert [token for token, _ in sample(scores, [row])] == [letter] != [END]
     error = ask(served, bad_words=["b", "ab"]).json()["error"]
     assert error["param"] == "bad_words[1]" and "'ab', which has 2 tokens" in error["message"]
 
