@@ -263,8 +263,7 @@ class OpenAiResponse(GenerationResponse):
             ids = {"prompt_token_ids": self._prompt_ids[0]}
         if not self._params.chat:
             return b""
-        before = TokenUsage(request.prompt_tokens, 0, request.cached_tokens)
-        usage = self._usage_so_far(before)
+        usage = self._usage_so_far(request, begun=False)
         first, *others = request.generations
         return b"".join(
             [
@@ -273,11 +272,13 @@ class OpenAiResponse(GenerationResponse):
             ]
         )
 
-    def _usage_so_far(self, usage: TokenUsage) -> dict[str, Any]:
-        """Return the field `usage` of a chunk with choices, if it has one."""
-        if self._params.continuous_usage:
-            return {"usage": usage.shape()}
-        return {"usage": None} if self._params.include_usage else {}
+    def _usage_so_far(self, request: ClientRequest, *, begun: bool = True) -> dict[str, Any]:
+        """Return the field `usage` of a chunk with choices, if it has one: a sum over all outputs,
+        which have no tokens unless `begun`."""
+        if not self._params.continuous_usage:
+            return {"usage": None} if self._params.include_usage else {}
+        before = TokenUsage(request.prompt_tokens, 0, request.cached_tokens)
+        return {"usage": (_usage(request) if begun else before).shape()}
 
     def _events(self, request: ClientRequest, deltas: Deltas) -> tuple[bytes, bool]:
         params, builder = self._params, self._builder
@@ -288,7 +289,7 @@ class OpenAiResponse(GenerationResponse):
             self._open_generations -= delta.finish is not None
             last = self._open_generations == 0 and not params.include_usage
             extra: dict[str, Any] = {"x_medha": timing(request)} if last else {}
-            extra |= self._usage_so_far(_usage(request))
+            extra |= self._usage_so_far(request)
             reason = _stop_reason(request, index) if delta.finish else None
             ids = self._new_ids(request, index) if params.token_ids else NO_FIELDS
             event = builder.chunk(
