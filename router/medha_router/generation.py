@@ -51,7 +51,7 @@ class Generation:
         output: OutputStream,
         salt: bytes,
         version: str,
-        idle_tpot_s: float,
+        least_tpot_s: float,
         tool_calls: Format | None = None,
     ) -> None:
         self.client_request, self.index, self.prompt, self.request = (
@@ -61,7 +61,7 @@ class Generation:
             request,
         )
         self.version = version  # only replicas of this version can read its tokens
-        self.idle_tpot_s = idle_tpot_s  # on the best of these replicas, if it were idle
+        self.least_tpot_s = least_tpot_s  # that the best of these replicas can keep
         self.sampling, self.output, self.salt = sampling, output, salt
         self.tool_calls = tool_calls  # how its version writes calls, if it has tools
         self.peer: bytes | None = None

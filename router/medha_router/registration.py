@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from medha.errors import CheckpointError, MedhaError, ProtocolError
 from medha.fleet.admission import least_tpot_ms
-from medha.fleet.placement import idle_tpot_s
+from medha.fleet.placement import least_tpot_s
 from medha.messages import FilePart, Hello, Rejected
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica
@@ -85,13 +85,13 @@ class Registration:
         self._advance(outcome, now)
 
     def _warn_of_classes(self, replica: ConnectedReplica) -> None:
-        """Log the classes whose TPOT target not even an empty context meets on this replica."""
-        least_s = idle_tpot_s(1, replica.predictor)
+        """Log the classes whose TPOT target the replica cannot keep after any prompt."""
+        least_s = least_tpot_s(1, replica.predictor, replica.min_batch_s)
         for slo_class in replica.hello.classes:
             if slo_class.slo.tpot_s < least_s:
                 self._log.warning(
-                    "class %s has a TPOT target of %g ms, and replica %s needs %g ms when idle: "
-                    "its requests get what an idle replica gives; raise slo.tpot",
+                    "class %s has a TPOT target of %g ms, and replica %s keeps %g ms or more "
+                    "alongside prefills: that is what its requests are promised; raise slo.tpot",
                     slo_class.name,
                     1e3 * slo_class.slo.tpot_s,
                     replica.name,

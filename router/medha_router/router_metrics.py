@@ -45,7 +45,7 @@ class RouterMetrics:
         self._arrived(
             generation,
             self._demand.refused(
-                _model(generation), generation.request, refusal, now, generation.idle_tpot_s
+                _model(generation), generation.request, refusal, now, generation.least_tpot_s
             ),
         )
 
@@ -192,7 +192,7 @@ class RouterMetrics:
         # A request that waited for the first replica was late in any case.
         if preventable and not generation.client_request.held:
             self._demand.over(
-                _model(generation), generation.request, False, now, generation.idle_tpot_s
+                _model(generation), generation.request, False, now, generation.least_tpot_s
             )
 
     def _first_token(self, generation: Generation, ttft_s: float, ratio: float | None) -> None:

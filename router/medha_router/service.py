@@ -361,8 +361,8 @@ class Service:
                 prompt = _scorable(prompt)
             max_output_tokens = self._max_output_tokens(params, model, prompt)
             request = self._request(client_request, model, version, prompt, max_output_tokens, slo)
-            idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
-            attainable_s = attainable_tpot_s(request.tpot_s, idle_tpot_s)
+            least_tpot_s = model.dispatcher.least_tpot_s(prompt.length, version.key)
+            attainable_s = attainable_tpot_s(request.tpot_s, least_tpot_s)
             if slo.tpot_s is None and request.tpot_s < attainable_s:
                 request = msgspec.structs.replace(request, tpot_s=attainable_s)
             for index in range(position * params.n, (position + 1) * params.n):
@@ -384,7 +384,7 @@ class Service:
                         sampling=sampling,
                         output=_output_stream(client_request, version, stop_tokens, prompt),
                         version=version.key,
-                        idle_tpot_s=idle_tpot_s,
+                        least_tpot_s=least_tpot_s,
                         tool_calls=tool_calls,
                     )
                 )
@@ -398,11 +398,11 @@ class Service:
         tool_calls = _tool_calls(params, version, client_request.adapter)
         stop_tokens = self._stop_tokens(params, version)
         bias = _bias(client_request, version, stop_tokens)
-        idle_tpot_s = model.dispatcher.idle_tpot_s(prompt.length, version.key)
+        least_tpot_s = model.dispatcher.least_tpot_s(prompt.length, version.key)
         generation.request = msgspec.structs.replace(
             generation.request,
             prompt_tokens=prompt.length,
-            tpot_s=attainable_tpot_s(generation.request.tpot_s, idle_tpot_s),
+            tpot_s=attainable_tpot_s(generation.request.tpot_s, least_tpot_s),
             max_output_tokens=self._max_output_tokens(params, model, prompt),
             work_s=model.dispatcher.idle_work_s(
                 prompt.length,
@@ -420,7 +420,7 @@ class Service:
         generation.output = _output_stream(client_request, version, stop_tokens, prompt)
         generation.tool_calls = tool_calls
         generation.prompt, generation.version = prompt, version.key
-        generation.idle_tpot_s = idle_tpot_s
+        generation.least_tpot_s = least_tpot_s
 
     async def _checked_grammar(
         self, grammar: GrammarSource, version: ModelVersion, owner: str

@@ -38,8 +38,8 @@ STRICT = SloClass(name="default")
 SOFT = SloClass(name="batch", when_infeasible="relegate", slo=Slo(ttft_floor_s=5.0))
 
 
-def estimate(name: str = "r0", **load: object) -> ReplicaEstimate:
-    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8))
+def estimate(name: str = "r0", spp: int = 1, **load: object) -> ReplicaEstimate:
+    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8, spp=spp))
     replica = ReplicaEstimate(name, predictor, max_context_tokens=2_000_000, max_batch_s=0.0)
     pages = (1_000_000,) if name.startswith("large") else (20_000,)
     full: dict[str, object] = {"free_pages": pages, "total_pages": pages, **load}
@@ -127,22 +127,35 @@ def test_decodes_that_would_miss_their_tpot_refuse_a_request() -> None:
     assert ask([slow, estimate("r1")]).option.replica == "r1"
 
 
-def ask_for_tpot(tpot_s: float, slo_class: SloClass = STRICT) -> AdmissionDecision:
+def ask_for_tpot(tpot_s: float, slo_class: SloClass = STRICT, stages: int = 1) -> AdmissionDecision:
     request = PendingRequest(
         id="n", prompt_tokens=300_000, max_output_tokens=10, due_s=600.0, tpot_s=tpot_s
     )
-    return admit(request, [estimate()], {}, slo_class, TenantUsage((STRICT, SOFT)), now=0.0)
+    replica = estimate(spp=stages)
+    return admit(request, [replica], {}, slo_class, TenantUsage((STRICT, SOFT)), now=0.0)
 
 
-def test_a_tpot_below_that_of_an_idle_replica_is_refused_with_the_least_that_is_accepted() -> None:
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_tpot_that_no_replica_keeps_is_refused_with_the_least_that_is_accepted(
+    stages: int,
+) -> None:
+    """Of a token at that depth, or of four batches of at least 10 ms, one in each stage."""
+    # A class that relegates accepts, without a promise, what an idle replica gives.
+    decode_s = estimate(spp=stages).predictor.batch_s([(1, 300_000, True)])
+    expected_s = stages * max(decode_s, 0.01)
     with pytest.raises(Refusal, match="x-medha-slo-tpot-ms is 1: after a prompt of 300000") as no:
-        ask_for_tpot(0.001)
+        ask_for_tpot(0.001, stages=stages)
     least_s = no.value.least_tpot_s
-    assert no.value.code == "tpot_infeasible" and least_s == estimate().idle_tpot_s(300_000)
+    assert no.value.code == "tpot_infeasible"
+    assert least_s is not None and least_s == pytest.approx(expected_s)
     assert f"at least {least_tpot_ms(least_s):g} ms" in str(no.value)
-    with pytest.raises(Refusal):  # it would shorten every batch without a promise, too
-        ask_for_tpot(0.99 * least_s, SOFT)
-    assert ask_for_tpot(least_tpot_ms(least_s) / 1e3).promised
+    idle_s = estimate(spp=stages).least_tpot_s(300_000, idle=True)
+    assert idle_s == pytest.approx(stages * decode_s) and idle_s <= least_s
+    if idle_s < least_s:
+        assert not ask_for_tpot(max(idle_s, 0.99 * least_s), SOFT, stages).promised
+    with pytest.raises(Refusal):
+        ask_for_tpot(0.99 * idle_s, SOFT, stages)
+    assert ask_for_tpot(least_tpot_ms(least_s) / 1e3, stages=stages).promised
 
 
 def test_a_tpot_that_promises_do_not_bear_is_refused_with_the_least_that_is_accepted() -> None:
@@ -174,9 +187,9 @@ def test_a_tpot_that_promises_do_not_bear_is_refused_with_the_least_that_is_acce
 
 
 def test_the_tpot_of_a_class_grows_with_prompts_too_long_for_it() -> None:
-    idle_s = estimate().idle_tpot_s(1_000_000)
-    assert attainable_tpot_s(2 * idle_s, idle_s) == 2 * idle_s
-    assert ask_for_tpot(attainable_tpot_s(1e-4, idle_s)).promised
+    least_s = estimate().least_tpot_s(1_000_000)
+    assert attainable_tpot_s(2 * least_s, least_s) == 2 * least_s
+    assert ask_for_tpot(attainable_tpot_s(1e-4, least_s)).promised
 
 
 def fits_down_to(usage: TenantUsage, slo_class: SloClass) -> float:

@@ -142,14 +142,17 @@ def test_the_steps_of_forecasts_grow_by_half_up_to_the_prompt() -> None:
     assert all(before < after <= 1.5 * before for before, after in itertools.pairwise(steps))
 
 
-def test_a_sequence_alone_takes_every_stage_and_what_its_groups_share() -> None:
-    alone = estimate()
-    assert alone.idle_tpot_s(1000) == alone.predicted_tpot_s(request())
-    staged = estimate(spp=4)
-    assert staged.idle_tpot_s(1000) == 4 * staged.predictor.batch_s([(1, 1000, True)])
+def test_the_least_tpot_is_of_every_stage_and_of_what_groups_share() -> None:
+    alone, deep = estimate(), 2_000_000
+    assert alone.predicted_tpot_s(request()) < alone.least_tpot_s(1000) == alone.min_batch_s
+    deep_s = alone.predicted_tpot_s(request(prompt_tokens=deep))
+    assert alone.least_tpot_s(deep) == pytest.approx(deep_s)
+    staged = estimate(spp=2)
+    assert staged.least_tpot_s(1000) == 2 * staged.min_batch_s
+    assert staged.least_tpot_s(deep) > staged.least_tpot_s(1000)
     spread = estimate(kvp_max=8)
-    assert groups_needed(2_000_000, spread.predictor) > 1
-    assert alone.idle_tpot_s(1000) < spread.idle_tpot_s(2_000_000) < alone.idle_tpot_s(2_000_000)
+    assert groups_needed(deep, spread.predictor) > 1
+    assert alone.least_tpot_s(1000) < spread.least_tpot_s(deep) < alone.least_tpot_s(deep)
 
 
 def test_prefix_hits_shorten_the_work_and_win_the_place() -> None:

@@ -103,17 +103,17 @@ def test_a_time_per_token_that_no_idle_replica_meets_is_no_miss() -> None:
         work_s=0.5,
         tpot_s=0.01,
     )
-    demand.over("m", fast, False, 1.0, idle_tpot_s=0.02)
-    assert demand.refused("m", fast, Refusal("overloaded", ""), 1.0, idle_tpot_s=0.02) is None
+    demand.over("m", fast, False, 1.0, least_tpot_s=0.02)
+    assert demand.refused("m", fast, Refusal("overloaded", ""), 1.0, least_tpot_s=0.02) is None
     assert demand.of("m", 1.0) == ModelDemand(model="m")
     late = Refusal("deadline_infeasible", "", earliest_ttft_s=2.0, idle_ttft_s=0.6)
-    assert demand.refused("m", fast, late, 1.0, idle_tpot_s=0.02) == -2.0
+    assert demand.refused("m", fast, late, 1.0, least_tpot_s=0.02) == -2.0
     report = demand.of("m", 1.0)
     assert report.classes == () and sum(report.slack_counts) == 1  # of the first token
-    demand.over("m", fast, True, 1.0, idle_tpot_s=0.02)
-    demand.over("m", fast, False, 1.0, idle_tpot_s=0.005)
+    demand.over("m", fast, True, 1.0, least_tpot_s=0.02)
+    demand.over("m", fast, False, 1.0, least_tpot_s=0.005)
     single = msgspec.structs.replace(fast, max_output_tokens=1)
-    demand.over("m", single, False, 1.0, idle_tpot_s=0.02)
+    demand.over("m", single, False, 1.0, least_tpot_s=0.02)
     assert demand.of("m", 1.0).classes == (ClassDemand(name="default", met=1, missed=2),)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from medha.config import Scheduling
-from medha.fleet.placement import idle_tpot_s
+from medha.fleet.placement import least_tpot_s
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass
@@ -79,22 +79,35 @@ def documents(count: int, every_s: float, name: str = "d", tenant: str = "") -> 
     ]
 
 
-def test_a_header_with_an_impossible_tpot_takes_nothing_from_documents() -> None:
-    hurried = Arrival(id="h", arrival_s=0.0, prompt_tokens=2000, output_tokens=8000)
-    records = play([hurried, *documents(12, 30.0)], tpots_s={"h": 0.001})
+@pytest.mark.parametrize("slo_class", [REFUSING, RELEGATING], ids=["refuse", "relegate"])
+def test_a_header_with_an_impossible_tpot_takes_nothing_from_documents(
+    slo_class: SloClass,
+) -> None:
+    hurried = Arrival(id="h", arrival_s=0.0, prompt_tokens=2000, output_tokens=2000)
+    records = play([hurried, *documents(12, 30.0)], slo_class=slo_class, tpots_s={"h": 0.001})
     assert records["h"].refused == "tpot_infeasible"
     assert attainment(records, "d") == 1.0
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-def test_the_least_tpot_that_is_accepted_is_kept_by_an_idle_replica(stages: int) -> None:
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_least_tpot_that_is_accepted_is_kept_alongside_prefills(stages: int) -> None:
     layout = Topology(tp=8, spp=stages)
-    alone = Arrival(id="a", arrival_s=0.0, prompt_tokens=DOCUMENT, output_tokens=40)
-    least_s = idle_tpot_s(DOCUMENT, Predictor(A100, LLAMA_3_8B, layout))
-    accepted = play([alone], layout=layout, tpots_s={"a": least_s})["a"]
-    assert accepted.mean_tpot_s == pytest.approx(least_s, rel=0.02)
-    refused = play([alone], layout=layout, tpots_s={"a": 0.98 * least_s})["a"]
-    assert refused.refused == "tpot_infeasible"
+    chat = Arrival(id="a", arrival_s=5.0, prompt_tokens=1000, output_tokens=400)
+    least_s = least_tpot_s(1000, Predictor(A100, LLAMA_3_8B, layout), Scheduling().min_batch_s)
+
+    def with_tpot(tpot_s: float) -> RequestRecord:
+        """Play the chat alongside documents without a promise that wait all the time."""
+        return play(
+            [chat, *documents(8, 1.0)],
+            layout=layout,
+            deadlines_s={f"d{index}": 1.0 for index in range(8)},
+            tpots_s={"a": tpot_s},
+        )["a"]
+
+    accepted = with_tpot(least_s)
+    assert accepted.good and accepted.promised
+    assert accepted.mean_tpot_s is not None and accepted.mean_tpot_s > 0.8 * least_s
+    assert not with_tpot(0.99 * least_s).promised
 
 
 # --- tenants --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def new_generation(classes: Sequence[SloClass], vocabulary: Vocabulary, version:
         sampling=params.sampling,
         output=OutputStream(vocabulary),
         version=version,
-        idle_tpot_s=0.0,
+        least_tpot_s=0.0,
     )
     request.generations.append(generation)
     return generation

@@ -5,13 +5,14 @@ Refusals are `medha.errors.Refusal`:
 
 * `no_replica`              no replica serves this model
 * `context_length_exceeded` the request can never fit; the message has both numbers
-* `tpot_infeasible`         the TPOT target is below what can be had; with the least that can
+* `tpot_infeasible`         no replica keeps that TPOT alongside prefills; with the least kept
 * `rate_limit_exceeded`     the tenant was promised its share already; with Retry-After
 * `overloaded`              no free pages, or the TPOT target would be missed, with the least that
                             can be had now; with Retry-After
 * `deadline_infeasible`     the deadline would be missed or break a promise; with earliest TTFT
 
-A class with `when_infeasible: relegate` is admitted without a promise instead of the last three.
+A class with `when_infeasible: relegate` is admitted without a promise instead of the last three,
+and with a TPOT that only an idle replica gives.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LEAST_ROOM_S, LEAST_SHORT_ROOM_S = 1.0, 0.25
 tenants, a share of less would be exceeded by chance."""
 TPOT_HEADER = "x-medha-slo-tpot-ms"
 TPOT_ROOM = 1.1
-"""Least ratio of a class's TPOT target to that of an idle replica at the same depth."""
+"""Least ratio of a class's TPOT target to what a replica can keep at that depth."""
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True):
@@ -218,7 +219,7 @@ def admit(
     able = [estimate for estimate in estimates if estimate.can_ever(request)]
     if not able:
         raise _never(request, estimates)
-    _check_tpot(request, able)
+    _check_tpot(request, able, slo_class.when_infeasible == "relegate")
     by_name = {estimate.name: estimate for estimate in able}
     tpot_s: list[float] = []  # that the request would get, of each offer so far
 
@@ -275,13 +276,13 @@ def admit(
     )
 
 
-def attainable_tpot_s(class_tpot_s: float, idle_s: float) -> float:
+def attainable_tpot_s(class_tpot_s: float, least_s: float) -> float:
     """The TPOT target of a request without one of its own.
 
-    A class has one target for all prompt lengths. After a prompt so long that not even an idle
-    replica meets it, the target is what such a replica gives, with a little room.
+    A class has one target for all prompt lengths and replicas. Where no replica can keep it, the
+    target is the least that one can keep (`least_tpot_s`), with a little room.
     """
-    return max(class_tpot_s, TPOT_ROOM * idle_s)
+    return max(class_tpot_s, TPOT_ROOM * least_s)
 
 
 def least_tpot_ms(least_s: float) -> float:
@@ -289,10 +290,15 @@ def least_tpot_ms(least_s: float) -> float:
     return math.ceil(1e6 * least_s) / 1e3
 
 
-def _check_tpot(request: PendingRequest, estimates: Sequence[ReplicaEstimate]) -> None:
-    """Raise Refusal if no replica can accept the TPOT target of the request."""
+def _check_tpot(
+    request: PendingRequest, estimates: Sequence[ReplicaEstimate], relegates: bool
+) -> None:
+    """Raise Refusal if no replica can keep the TPOT target of the request.
+
+    A class that relegates takes what an idle replica gives, without a promise.
+    """
     tokens = request.prompt_tokens
-    least_s = (estimate.least_tpot_s(tokens) for estimate in estimates)
+    least_s = (estimate.least_tpot_s(tokens, idle=relegates) for estimate in estimates)
     if request.max_output_tokens == 1 or any(request.tpot_s >= had_s for had_s in least_s):
         return
     had_s = min(estimate.least_tpot_s(tokens) for estimate in estimates)

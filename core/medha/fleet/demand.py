@@ -66,10 +66,10 @@ class DemandWindow:
         return self._slack(model, request, first_s, alone_s, now)
 
     def refused(
-        self, model: str, request: Request, refusal: Refusal, now: float, idle_tpot_s: float = 0.0
+        self, model: str, request: Request, refusal: Refusal, now: float, least_tpot_s: float = 0.0
     ) -> float | None:
         """Count a refused request as a miss; returns its slack, None if replicas cannot help."""
-        steady = _steady(request, idle_tpot_s)
+        steady = _steady(request, least_tpot_s)
         hopeless = (refusal.idle_ttft_s or 0.0) > request.ttft_deadline_s
         hopeless = hopeless or (refusal.code == "overloaded" and not steady)
         if refusal.code in IMPOSSIBLE or hopeless:
@@ -80,17 +80,17 @@ class DemandWindow:
         ratio = self._slack(model, request, first_s, request.work_s, now)
         if ratio is not None:
             self.arrived(model, request, now)
-            self.over(model, request, False, now, idle_tpot_s)
+            self.over(model, request, False, now, least_tpot_s)
         return ratio
 
     def over(
-        self, model: str, request: Request, met: bool, now: float, idle_tpot_s: float = 0.0
+        self, model: str, request: Request, met: bool, now: float, least_tpot_s: float = 0.0
     ) -> None:
         """Count an ended request, unless an idle replica would have missed its SLO too.
 
-        `idle_tpot_s`: expected time per token on an idle replica.
+        `least_tpot_s`: the smallest TPOT target that a replica can keep.
         """
-        if met or (_feasible(request) and _steady(request, idle_tpot_s)):
+        if met or (_feasible(request) and _steady(request, least_tpot_s)):
             self.ended(model, request.slo_class, met, now)
 
     def ended(self, model: str, slo_class: str, met: bool, now: float) -> None:
@@ -178,6 +178,6 @@ def _feasible(request: Request) -> bool:
     return request.work_s <= request.ttft_deadline_s
 
 
-def _steady(request: Request, idle_tpot_s: float) -> bool:
-    """True if an idle replica could meet the TPOT target."""
-    return request.max_output_tokens == 1 or idle_tpot_s <= request.tpot_s
+def _steady(request: Request, least_tpot_s: float) -> bool:
+    """True if a replica could keep the TPOT target."""
+    return request.max_output_tokens == 1 or least_tpot_s <= request.tpot_s

@@ -243,9 +243,9 @@ class Dispatcher(Generic[Item]):
             for estimate in self._serving(version)
         )
 
-    def idle_tpot_s(self, prompt_tokens: int, version: str) -> float:
-        """TPOT of a request that is alone on the best replica."""
-        return min(estimate.idle_tpot_s(prompt_tokens) for estimate in self._serving(version))
+    def least_tpot_s(self, prompt_tokens: int, version: str) -> float:
+        """Smallest TPOT target that the best replica can accept."""
+        return min(estimate.least_tpot_s(prompt_tokens) for estimate in self._serving(version))
 
     def match_ahead(self, hashes: bytes) -> Iterator[None]:
         """Match the pages of a long prompt, in steps of about a millisecond.

@@ -648,10 +648,13 @@ class ReplicaEstimate:
     ) -> float:
         """TPOT that the request would get here, its target if that can be kept.
 
-        A target below that of its class shortens all batches until the answer ends, which is not
-        known: it is kept if all promises hold in such batches, as the replica decides, too.
+        Never below what can be kept alongside prefills. A target below that of its class shortens
+        all batches until the answer ends, which is not known: it is kept if all promises hold in
+        such batches, as the replica decides, too.
         """
         paced_s = self.predicted_tpot_s(request) if self.load.decoding else 0.0
+        if request.max_output_tokens > 1:
+            paced_s = max(paced_s, self.least_tpot_s(request.prompt_tokens))
         if request.tpot_s < class_tpot_s and request.max_output_tokens > 1:
             spp, settings = self.predictor.topology.spp, self._settings
             planned_s = settings.planned_budget_s(request.tpot_s, spp)
@@ -674,16 +677,13 @@ class ReplicaEstimate:
                 return False
         return all(margins.bears(answer) for margins in self._margins)
 
-    def idle_tpot_s(self, prompt_tokens: int) -> float:
-        """TPOT of the first tokens of a sequence that is alone on this replica."""
-        return idle_tpot_s(prompt_tokens, self.predictor)
+    def least_tpot_s(self, prompt_tokens: int, *, idle: bool = False) -> float:
+        """Smallest TPOT target that the replica can promise after a prompt of that length.
 
-    def least_tpot_s(self, prompt_tokens: int) -> float:
-        """Smallest TPOT target that the replica can accept after a prompt of that length.
-
-        A smaller target than an idle replica gives shortens every batch and is missed all the same.
+        `idle`: that it can give without prefills.
         """
-        return self.idle_tpot_s(prompt_tokens)
+        shortest_s = 0.0 if idle else self.min_batch_s
+        return least_tpot_s(prompt_tokens, self.predictor, shortest_s)
 
     def _recounted(self) -> None:
         """Recompute the margins from the Load and the held requests.
@@ -797,16 +797,17 @@ def groups_needed(tokens: int, predictor: Predictor) -> int:
     return -(-tokens // predictor.tokens_per_group)
 
 
-def idle_tpot_s(prompt_tokens: int, predictor: Predictor) -> float:
-    """TPOT of the first tokens of a sequence that is alone on a replica.
+def least_tpot_s(prompt_tokens: int, predictor: Predictor, min_batch_s: float) -> float:
+    """Smallest TPOT of the first tokens of a sequence, alone but for prefills on a replica.
 
-    A token passes every stage, and the groups that the context may grow to share the work.
+    A token passes every stage, in batches that prefills fill up to `min_batch_s`. The groups that
+    the context may grow to share the work of its decode.
     """
     topology = predictor.topology
     groups = max(1, min(topology.kvp_max, groups_needed(prompt_tokens, predictor)))
     load = predictor.load()
     load.add_decode(-(-prompt_tokens // groups), groups)
-    return topology.spp * load.seconds()
+    return topology.spp * max(load.seconds(), min_batch_s)
 
 
 def best_first(

@@ -244,7 +244,8 @@ class BatchBuilder:
         The second token waits for a place in stage 0, then passes all stages.
         """
         tpot_s = min([self.in_flight.begins_tpot_s(group) for group in group_set])
-        return (1.0 - self.settings.tbt_guard) * tpot_s / (self.spp + 1)
+        most_s = (1.0 - self.settings.tbt_guard) * tpot_s / (self.spp + 1)
+        return max(most_s, self.settings.min_batch_s)
 
     def decode_tpot_s(self) -> float:
         """Predict the time per token of the decodes that wait for their next batch; 0 if none."""

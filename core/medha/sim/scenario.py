@@ -32,7 +32,7 @@ from medha.config import Scheduling
 from medha.errors import SpecError
 from medha.fleet.admission import least_tpot_ms
 from medha.fleet.autoscaling import Journal, Policy
-from medha.fleet.placement import idle_tpot_s
+from medha.fleet.placement import least_tpot_s
 from medha.fleet.prefix_index import PrefixIndex
 from medha.model import ModelShape
 from medha.predictor import Predictor
@@ -323,15 +323,16 @@ def _measured(
 
 
 def _check_classes(scenario: Scenario, predictor: Predictor) -> None:
-    """Raise SpecError for a TPOT target that not even an idle replica meets."""
-    least_ms = least_tpot_ms(idle_tpot_s(1, predictor))
+    """Raise SpecError for a TPOT target that no replica keeps alongside prefills."""
+    min_batch_s = scenario.scheduling.min_batch_s
+    least_ms = least_tpot_ms(least_tpot_s(1, predictor, min_batch_s))
     for slo_class in scenario.classes:
         if 1e3 * slo_class.slo.tpot_s < least_ms:
             raise SpecError(
                 f"classes.{slo_class.name}.slo.tpot_s",
                 slo_class.slo.tpot_s,
-                f"must be at least {least_ms / 1e3:g}, which an idle replica gives",
-                "raise it, or take a faster profile or topology",
+                f"must be at least {least_ms / 1e3:g}, which a replica keeps alongside prefills",
+                "raise it, lower scheduling.min_batch_s, or take a faster profile or topology",
             )
 
 

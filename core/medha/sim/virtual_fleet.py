@@ -24,7 +24,7 @@ from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.grants import GrantQueue
-from medha.fleet.placement import idle_tpot_s
+from medha.fleet.placement import least_tpot_s
 from medha.messages import Head, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
@@ -237,8 +237,8 @@ class SimulatedFleet:
 
     def _tpot_s(self, arrival: Arrival, slo_class: SloClass) -> float:
         """The TPOT target: its own, else that of its class as far as it can be met."""
-        idle_s = idle_tpot_s(arrival.prompt_tokens, self.predictor)
-        class_s = attainable_tpot_s(slo_class.slo.tpot_s, idle_s)
+        least_s = least_tpot_s(arrival.prompt_tokens, self.predictor, self.settings.min_batch_s)
+        class_s = attainable_tpot_s(slo_class.slo.tpot_s, least_s)
         return self.tpots_s.get(arrival.id, class_s)
 
     def _admit(self, item: SimulatedRequest, held: bool = False) -> None:
@@ -251,7 +251,7 @@ class SimulatedFleet:
         try:
             decision = item.dispatcher.admit(item, slo_class, now)
         except Refusal as refusal:
-            self._demand.refused(MODEL, request, refusal, now, self._idle_tpot_s(request))
+            self._demand.refused(MODEL, request, refusal, now, self._least_tpot_s(request))
             self.refused.append(self._unserved(item, refusal.code))
             self._refused_ids.add(request.id)
             return
@@ -419,10 +419,10 @@ class SimulatedFleet:
         over = link.replica.over[link.counted :]
         link.counted += len(over)
         for live in over:
-            idle_tpot_s = self._idle_tpot_s(live.request)
+            least_tpot_s = self._least_tpot_s(live.request)
             record = link.replica.record(live)
             if record.left_s is None:
-                self._demand.over(MODEL, live.request, record.good, self.loop.now, idle_tpot_s)
+                self._demand.over(MODEL, live.request, record.good, self.loop.now, least_tpot_s)
 
     def _unserved(
         self, item: SimulatedRequest, code: str, left_s: float | None = None
@@ -448,6 +448,6 @@ class SimulatedFleet:
             tenant=request.tenant,
         )
 
-    def _idle_tpot_s(self, request: Request) -> float:
-        """TPOT of a request that is alone on a replica."""
-        return idle_tpot_s(request.prompt_tokens, self.predictor)
+    def _least_tpot_s(self, request: Request) -> float:
+        """Smallest TPOT target that a replica can accept after that prompt."""
+        return least_tpot_s(request.prompt_tokens, self.predictor, self.settings.min_batch_s)
