@@ -35,6 +35,7 @@ from medha.scheduling.native import (
     RUNS,
     Added,
     Decodes,
+    Floats,
 )
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.state import SchedulerState
@@ -737,6 +738,10 @@ class PrefillAdmission:
         available, spare = pages.available, pages.total // 16
         small = min(spare, available)
         limit = max(small, available - spare) if available < pages.total else available
+        if self._promise_waits_for_pages(group):
+            owed = _owed(queue)
+            if owed.min() > limit:  # no promise can start now: only what leaves it its pages
+                limit = max(small, min(limit, available - int(owed.sum())))
         if now >= queue.noted_s:
             queue.pass_over(limit, now, now + self.patience_s / RECORDS)
         if aged is not None and self._may_take_pages(aged, group):
@@ -760,11 +765,13 @@ class PrefillAdmission:
             return True
         pages = self.queues.pages_needed(sequence)
         for group in sequence.assigned_groups:
-            if group in self.queues.by_group and self._promise_waits_for_pages(group):
-                queue, pool = self.queues.by_group[group], self.groups.pool.groups[group]
-                owed = float(queue.need[queue.promised].sum())
-                if pages > pool.total // 16 and pages > pool.available - owed:
-                    return False
+            if group not in self.queues.by_group:
+                continue
+            queue, pool = self.queues.by_group[group], self.groups.pool.groups[group]
+            if pages <= pool.total // 16 or not self._promise_waits_for_pages(group):
+                continue
+            if pages > pool.available - _owed(queue).sum():
+                return False
         return True
 
     def _may_take_pages(self, sequence: Sequence, group: int) -> bool:
@@ -773,3 +780,9 @@ class PrefillAdmission:
     def _promise_waits_for_pages(self, group: int) -> bool:
         """Return whether a promise given elsewhere has no pages here yet."""
         return self.queues.by_group[group].rows.promise_needs_pages()
+
+
+def _owed(queue: WaitingQueue) -> Floats:
+    """Return the pages of each promise that has none yet."""
+    need = queue.need[queue.promised]
+    return need[need > 0.0]
