@@ -305,6 +305,17 @@ def test_prompts_of_any_length_without_experts(
     assert difference(actual, oracle(folder, prompt)) < TOLERANCE
 
 
+def test_a_rotated_part_of_a_single_pair_is_that_of_transformers(
+    checkpoint: Folder, oracle: Oracle
+) -> None:
+    """Halves of a single pair are adjacent already."""
+    family = FAMILIES["deepseek_v3, halves turn"]
+    folder = checkpoint(msgspec.structs.replace(family, rope_dim=2, layers=3))
+    tokens = recalling(200, 512, seed=1)
+    actual = prefill(SoloEngine(folder, pages=4), 1, tokens, 150, 1)
+    assert difference(actual, oracle(folder, tokens)) < TOLERANCE
+
+
 def test_norms_of_latents_have_an_epsilon_of_their_own(
     checkpoint: Folder, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:

@@ -240,10 +240,10 @@ class _Turned:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if not self._width:
             return rows
-        heads = rows.reshape(-1, self._width, *rows.shape[1:]).clone()
-        rotated = heads[:, -self._rope :]
-        rotated.copy_(interleaved(rotated.flatten(0, 1), self._rope).view(rotated.shape))
-        return heads.flatten(0, 1)
+        heads = rows.reshape(-1, self._width, *rows.shape[1:])
+        still, rotated = heads[:, : -self._rope], heads[:, -self._rope :]
+        turned = interleaved(rotated.flatten(0, 1), self._rope).reshape(rotated.shape)
+        return torch.cat((still, turned), dim=1).flatten(0, 1)
 
 
 class _Loader:
