@@ -1,11 +1,11 @@
-"""Projections by oneDNN against products in float64."""
+"""Projections by oneDNN, and by torch where it does not serve, against products in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from medha_worker.model.layers import linear
+from medha_worker.model.layers import FEW_ROWS, Linear, linear
 from medha_worker.model.onednn_linear import OneDnnLinear, padded_rows
 
 OFF = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -35,6 +35,23 @@ def test_a_product_is_exact_for_few_and_many_rows(
         sum_ = torch.ones(rows, outputs, dtype=dtype)
         product.onto(x, sum_)
         torch.testing.assert_close(sum_.double(), 1.0 + expected, atol=off, rtol=off)
+
+
+@pytest.mark.parametrize("inputs_first", [True, False], ids=["[in, out]", "[out, in]"])
+def test_a_product_of_torchs_is_exact_and_contiguous_for_every_number_of_few_rows(
+    inputs_first: bool,
+) -> None:
+    """Some numbers of rows are multiplied from the right; strided rows and tied heads, too."""
+    weight, bias = torch.randn(48, 33) * 48**-0.5, torch.randn(33)
+    product = Linear(weight if inputs_first else weight.t().contiguous().t(), bias)
+    for rows in range(FEW_ROWS.stop + 3):
+        x = torch.randn(rows, 96)[:, 48:]
+        expected = x.double() @ weight.double() + bias.double()
+        out, sum_ = product(x), torch.ones(rows, 33)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+        product.onto(x, sum_)
+        torch.testing.assert_close(sum_.double(), 1.0 + expected, atol=1e-5, rtol=1e-5)
 
 
 def test_products_have_few_numbers_of_rows_and_at_most_an_eighth_more_than_asked() -> None:

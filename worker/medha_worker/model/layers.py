@@ -18,6 +18,9 @@ from medha_worker.model.onednn_linear import OneDnnLinear
 from medha_worker.model.rope import rotate
 from medha_worker.model.widened_linear import WidenedLinear, widens
 
+# With AVX2, 8 rows take 0.77 times as long, 16 rows 0.79, and 4 or 18 rows 1.1 times.
+FEW_ROWS = range(6, 17)
+
 
 class Projection(Protocol):
     """x·W + b: a Linear, OneDnnLinear or WidenedLinear, with packed weights Fp8Linear or
@@ -63,13 +66,20 @@ class Linear:
         return self.weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._in_blocks(x) if self.rows else torch.mm(x, self.weight)
+        if self.rows:
+            out = self._in_blocks(x)
+        elif _few(x):
+            out = self._turned(x).contiguous()
+        else:
+            out = torch.mm(x, self.weight)
         return out if self.bias is None else out.add_(self.bias)
 
     def onto(self, x: torch.Tensor, sum_: torch.Tensor) -> None:
         """sum ← sum + x·W + b, in place."""
         if self.rows:
             sum_.add_(self._in_blocks(x))
+        elif _few(x):
+            sum_.add_(self._turned(x))
         else:
             sum_.addmm_(x, self.weight)
         if self.bias is not None:
@@ -83,6 +93,10 @@ class Linear:
         """Return the weight as [out, in]."""
         return self.weight.t()
 
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x·W as (Wᵀ·xᵀ)ᵀ; the result is a transposed view."""
+        return torch.mm(self.weight.t(), x.t()).t()
+
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x·W from a fresh buffer, since kernels are also selected by alignment."""
         count = -(-len(x) // self.rows) * self.rows
@@ -93,6 +107,12 @@ class Linear:
             block = slice(first, first + self.rows)
             torch.mm(filled[block], self.weight, out=out[block])
         return out[: len(x)]
+
+
+def _few(x: torch.Tensor) -> bool:
+    """Return True if MKL multiplies these rows faster from the right: it then fills its registers
+    with rows instead of outputs."""
+    return x.is_cpu and x.shape[0] in FEW_ROWS and torch.backends.mkl.is_available()
 
 
 def linear(
