@@ -20,6 +20,7 @@ from medha_worker.model.widened_linear import WidenedLinear, widens
 
 # With AVX2, 8 rows take 0.77 times as long, 16 rows 0.79, and 4 or 18 rows 1.1 times.
 FEW_ROWS = range(6, 17)
+MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 class Projection(Protocol):
@@ -112,7 +113,7 @@ class Linear:
 def _few(x: torch.Tensor) -> bool:
     """Return True if MKL multiplies these rows faster from the right: it then fills its registers
     with rows instead of outputs."""
-    return x.is_cpu and x.shape[0] in FEW_ROWS and torch.backends.mkl.is_available()
+    return x.is_cpu and x.shape[0] in FEW_ROWS and MKL
 
 
 def linear(
