@@ -39,6 +39,7 @@ POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
 
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
 
 MAX_PROCESSES = 64
 """Processes of a router at most; the network policies allow as many ports."""
@@ -269,11 +270,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: Positive = 64 << 20
     memory_limit_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_queue: Positive = 10_000
-    queue_timeout_s: float = 120.0
-    no_replica_timeout_s: float = 30.0
-    recovery_timeout_s: float = 600.0
-    keepalive_s: float = 15.0
-    stall_timeout_s: float = 30.0
+    queue_timeout_s: PositiveSeconds = 120.0
+    no_replica_timeout_s: PositiveSeconds = 30.0
+    recovery_timeout_s: PositiveSeconds = 600.0
+    keepalive_s: PositiveSeconds = 15.0
+    stall_timeout_s: PositiveSeconds = 30.0
     drain_timeout_s: float = 600.0
     replica_timeout_s: float = 3.0
     grant_lease_s: float = 0.2
