@@ -32,8 +32,9 @@ def _has_second(sequence: Sequence) -> bool:
 
 
 class DecodeGroup:
-    """Prepared decodes of sequences that live in the same KVP groups, oldest first.
+    """Prepared decodes of sequences that live in the same KVP groups.
 
+    They stand oldest first, but second tokens that went first where some decodes had to stay.
     `alone`: the group, if it is one. `in_flight`: how many are in flight. Keys in a lone group are
     one number, because every token changes it. `sees`: keys that a decode reads at most.
     """
@@ -88,7 +89,7 @@ class DecodeGroup:
         self._remove_keys(sequence)
 
     def take(self, most: int) -> list[Sequence]:
-        """Remove and return at most `most` prepared decodes, the longest prepared first."""
+        """Remove and return at most `most` prepared decodes, in their order."""
         if len(self.prepared) <= most:
             taken, self.prepared = self.prepared, []
             self._keys, self._lone_keys = [0] * len(self.groups), 0
@@ -166,7 +167,7 @@ class RunningDecodes:
             sequence.stop_decode()
 
     def take(self, groups: tuple[int, ...], most: int) -> TakenDecodes:
-        """Take at most `most` prepared decodes of a group set, the longest prepared first."""
+        """Take at most `most` prepared decodes of a group set, in their order."""
         decodes = self.by_groups[groups]
         return decodes, decodes.take(most)
 
