@@ -13,7 +13,8 @@ import time
 import msgspec
 
 from medha.fleet.admission import TenantUsage, admit
-from medha.fleet.placement import PendingRequest, ReplicaEstimate
+from medha.fleet.offers import PendingRequest
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.profile import A100

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from medha.errors import CheckpointError, MedhaError, ProtocolError
 from medha.fleet.admission import least_tpot_ms
-from medha.fleet.placement import least_tpot_s
+from medha.fleet.replica_estimate import least_tpot_s
 from medha.messages import FilePart, Hello, Rejected
 from medha_router.models import ModelVersion, ServedModel
 from medha_router.replicas import FILES, ConnectedReplica

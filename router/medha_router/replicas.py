@@ -13,7 +13,7 @@ import msgspec
 
 from medha import PROTOCOL
 from medha.errors import SpecError
-from medha.fleet.placement import is_usable
+from medha.fleet.replica_estimate import is_usable
 from medha.messages import Hello, Load, LoadReport, Rejected
 from medha.peer_liveness import PeerLiveness
 from medha.predictor import Predictor

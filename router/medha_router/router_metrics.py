@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from medha import metrics
 from medha.errors import MedhaError, Refusal
 from medha.fleet.demand import WORK_FLOOR_S, DemandWindow, slack_ratio
-from medha.fleet.placement import PlacementOption
+from medha.fleet.offers import PlacementOption
 from medha.fleet.request_queue import QueuedRequest
 from medha_router.generation import ClientRequest, Generation
 

@@ -20,7 +20,7 @@ from medha.config import RouterConfig
 from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
-from medha.fleet.placement import PlacementOption
+from medha.fleet.offers import PlacementOption
 from medha.fleet.prefix_index import salt_of
 from medha.fleet.shared_room import SharedRoom
 from medha.messages import Sampling, from_bytes

@@ -18,7 +18,8 @@ from medha.fleet.admission import (
     least_tpot_ms,
     retry_after_s,
 )
-from medha.fleet.placement import PendingRequest, ReplicaEstimate
+from medha.fleet.offers import PendingRequest
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.profile import A100

@@ -12,16 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.fleet.dispatcher import Dispatcher
-from medha.fleet.placement import (
-    ALL_GROUPS,
-    MAX_TIMES,
-    PendingRequest,
-    ReplicaEstimate,
-    best_first,
-    forecast_steps,
-    groups_needed,
-    place,
-)
+from medha.fleet.offers import ALL_GROUPS, PendingRequest
+from medha.fleet.placement import assess, best_first, place
+from medha.fleet.replica_estimate import MAX_TIMES, ReplicaEstimate, forecast_steps, groups_needed
 from medha.messages import KvEvents, Load
 from medha.model import CHUNK_TOKENS, ModelShape
 from medha.predictor import Predictor
@@ -65,7 +58,7 @@ def loaded(*margins: tuple[float, float]) -> Load:
 
 def test_an_idle_replica_finishes_after_its_own_work() -> None:
     at = estimate()
-    option = at.assess(request(), now=0.0)
+    option = assess(at, request(), now=0.0)
     assert option.fits and option.roomy
     assert option.finish_s == option.work_s == pytest.approx(at.predictor.prefill_s(1000))
 
@@ -76,15 +69,15 @@ def test_offers_follow_the_budget_of_the_last_load_whatever_it_was_before() -> N
     for number in (*range(2 * MAX_TIMES), 3, 0, 2 * MAX_TIMES - 1):
         load = msgspec.structs.replace(IDLE, budget_s=0.02 + 0.003 * number)
         at.update(load, 0.0)
-        offer = at.assess(request(prompt_tokens=30_000), 0.0)
-        assert offer == estimate(load=load).assess(request(prompt_tokens=30_000), 0.0)
+        offer = assess(at, request(prompt_tokens=30_000), 0.0)
+        assert offer == assess(estimate(load=load), request(prompt_tokens=30_000), 0.0)
 
 
 def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guard() -> None:
-    idle = estimate().assess(request(), 0.0)
+    idle = assess(estimate(), request(), 0.0)
     assert idle.needed_s == idle.earliest_s > idle.work_s
     assert idle.first_s(promised=False) == idle.first_s(promised=True) == idle.work_s
-    busy = estimate(load=loaded((1.0, 0.0), (3.0, 0.01))).assess(request(), 0.0)
+    busy = assess(estimate(load=loaded((1.0, 0.0), (3.0, 0.01))), request(), 0.0)
     waits_s = busy.first_s(promised=False) - idle.work_s
     assert abs(waits_s - (busy.earliest_s - idle.earliest_s)) < 1e-9 and waits_s > 1.0
     assert busy.first_s(promised=True) == min(busy.finish_s, busy.earliest_s)
@@ -106,7 +99,7 @@ def test_forecasts_that_were_extended_in_steps_are_those_of_one_step(
     for step in forecast_steps(tokens):
         stepped.extend(step, 0.03)
     of = request(prompt_tokens=tokens)
-    assert stepped.assess(of, 0.0) == fresh.assess(of, 0.0)
+    assert assess(stepped, of, 0.0) == assess(fresh, of, 0.0)
     assert stepped.reference_work_s(tokens, 0, 0.03) == fresh.reference_work_s(tokens, 0, 0.03)
 
 
@@ -121,7 +114,7 @@ def test_a_prompt_costs_what_decodes_leave_it_until_it_is_due() -> None:
 
     def work_s(due_in_s: float, tokens: int = 1000) -> float:
         at = estimate(load=load, now=3.0, kvp_max=2)
-        return at.assess(request(3.0 + due_in_s, tokens), 3.0).work_s
+        return assess(at, request(3.0 + due_in_s, tokens), 3.0).work_s
 
     soon_s, next_s, late_s = work_s(1.0), work_s(1.1), work_s(64.0)
     assert soon_s < late_s < next_s == work_s(8.0) and late_s == work_s(1e6)
@@ -131,7 +124,7 @@ def test_a_prompt_costs_what_decodes_leave_it_until_it_is_due() -> None:
     alone = estimate(load=msgspec.structs.replace(load, spanning_parts=()), kvp_max=2)
     idle = estimate(load=msgspec.structs.replace(load, spanning_parts=((64.0, 0.0),)), kvp_max=2)
     of = request(1e6, 3_000_000)
-    works_s = [replica.assess(of, 0.0).work_s for replica in (idle, alone, at)]
+    works_s = [assess(replica, of, 0.0).work_s for replica in (idle, alone, at)]
     assert works_s == sorted(set(works_s))
 
 
@@ -164,24 +157,24 @@ def test_prefix_hits_shorten_the_work_and_win_the_place() -> None:
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
-    option = estimate().assess(request(prompt_tokens=640), 0.0, cached_tokens=640)
+    option = assess(estimate(), request(prompt_tokens=640), 0.0, cached_tokens=640)
     assert option.cached_tokens == 639
     assert option.work_s > 0
 
 
 def test_a_promise_that_would_break_another_is_not_given() -> None:
-    cost_s = estimate().assess(request(), 0.0).cost_s
+    cost_s = assess(estimate(), request(), 0.0).cost_s
     tight = estimate(load=loaded((5.0, 0.5 * cost_s)))
-    assert not tight.assess(request(due_s=4.0), 0.0).fits  # due before it: would push it out
-    assert tight.assess(request(due_s=6.0), 0.0).fits  # due after it: waits its turn
+    assert not assess(tight, request(due_s=4.0), 0.0).fits  # due before it: would push it out
+    assert assess(tight, request(due_s=6.0), 0.0).fits  # due after it: waits its turn
 
 
 def test_the_earliest_deadline_offered_is_one_that_fits_and_none_sooner_does() -> None:
     at = estimate(load=loaded((1.0, 0.01), (5.0, 0.005), (9.0, 8.0)))
-    option = at.assess(request(due_s=0.5), 0.0)
+    option = assess(at, request(due_s=0.5), 0.0)
     assert not option.fits
-    assert at.assess(request(due_s=option.earliest_s + 1e-6), 0.0).fits
-    assert not at.assess(request(due_s=option.earliest_s - 0.01), 0.0).fits
+    assert assess(at, request(due_s=option.earliest_s + 1e-6), 0.0).fits
+    assert not assess(at, request(due_s=option.earliest_s - 0.01), 0.0).fits
 
 
 def test_a_replica_that_can_promise_goes_before_a_faster_one_that_cannot() -> None:
@@ -213,7 +206,7 @@ def replicas(**loads: Load) -> list[ReplicaEstimate]:
 def test_a_long_prompt_goes_to_an_idle_replica_though_it_would_be_first_at_a_busy_one() -> None:
     at = replicas(busy=with_pending(20.0), idle=msgspec.structs.replace(IDLE, ahead_s=0.05))
     long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
-    busy, idle = (replica.assess(long, 0.0) for replica in at)
+    busy, idle = (assess(replica, long, 0.0) for replica in at)
     assert busy.finish_s < idle.finish_s and idle.clear_s < busy.clear_s <= long.due_s
     chosen = place(long, at, {}, 0.0)
     assert chosen is not None and chosen.replica == "idle"
@@ -222,10 +215,10 @@ def test_a_long_prompt_goes_to_an_idle_replica_though_it_would_be_first_at_a_bus
 def test_work_that_is_late_whatever_happens_keeps_no_long_prompt_away() -> None:
     at = replicas(late=with_pending(20.0, slack=0.0), idle=IDLE)
     long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
-    late, idle = (replica.assess(long, 0.0) for replica in at)
+    late, idle = (assess(replica, long, 0.0) for replica in at)
     assert late.clear_s == idle.clear_s < long.due_s
     beyond = msgspec.structs.replace(long, beyond_share=True)  # it runs after all else
-    late, idle = (replica.assess(beyond, 0.0) for replica in at)
+    late, idle = (assess(replica, beyond, 0.0) for replica in at)
     assert idle.clear_s < late.clear_s
 
 
@@ -296,17 +289,17 @@ def test_a_long_prompt_that_no_replica_clears_in_time_goes_where_it_finishes_fir
         b=msgspec.structs.replace(with_pending(99.0), ahead_s=0.1),
     )
     long = request(prompt_tokens=300_000, due_s=1.5 * at[0].predictor.prefill_s(300_000))
-    assert at[0].assess(long, 0.0).clear_s == at[1].assess(long, 0.0).clear_s == long.due_s
+    assert assess(at[0], long, 0.0).clear_s == assess(at[1], long, 0.0).clear_s == long.due_s
     chosen = place(long, at, {}, 0.0)
     assert chosen is not None and chosen.replica == "b"
 
 
 def test_what_was_placed_counts_until_a_load_counts_it() -> None:
     at = estimate()
-    first = at.assess(request(), 0.0)
+    first = assess(at, request(), 0.0)
     at.hold(request(due_s=1.01 * first.cost_s, id="x"), first, 0.0, promised=True)
-    assert not at.assess(request(due_s=1.005 * first.cost_s), 0.0).fits
-    assert at.assess(request(due_s=10.0), 0.0).fits
+    assert not assess(at, request(due_s=1.005 * first.cost_s), 0.0).fits
+    assert assess(at, request(due_s=10.0), 0.0).fits
     at.update(IDLE, 0.1)
     assert list(at.held) == ["x"]  # not accepted yet: the Load cannot count it
     at.accepted("x")
@@ -317,12 +310,12 @@ def test_what_was_placed_counts_until_a_load_counts_it() -> None:
 
 def test_releasing_what_was_placed_gives_its_time_and_pages_back() -> None:
     at = estimate()
-    before = at.assess(request(), 0.0)
+    before = assess(at, request(), 0.0)
     at.hold(request(id="x"), before, 0.0, promised=True)
-    assert at.assess(request(), 0.0) != before
+    assert assess(at, request(), 0.0) != before
     at.release("x", 0.0)
     at.release("unknown", 0.0)
-    assert at.assess(request(), 0.0) == before
+    assert assess(at, request(), 0.0) == before
 
 
 def test_a_prompt_over_the_context_or_the_pages_has_no_place() -> None:
@@ -346,17 +339,17 @@ FEW = Load(free_pages=(90, 80), total_pages=(100, 100), claimable_pages=100)
 
 def test_a_context_whose_window_slides_takes_the_pages_of_a_window() -> None:
     at = shaped(WINDOWED, load=FEW, kvp_max=3, tokens_per_group=1000)
-    offer = at.assess(request(prompt_tokens=900_000), 0.0)
+    offer = assess(at, request(prompt_tokens=900_000), 0.0)
     assert (offer.pages, offer.free_pages, offer.roomy) == (97, 90, False)
     assert offer.pages == (4096 + CHUNK_TOKENS) // 64 + 1
-    assert at.assess(request(prompt_tokens=5000), 0.0).pages == 80
-    hit = at.assess(request(prompt_tokens=900_000), 0.0, cached_tokens=899_968)
+    assert assess(at, request(prompt_tokens=5000), 0.0).pages == 80
+    hit = assess(at, request(prompt_tokens=900_000), 0.0, cached_tokens=899_968)
     assert hit.pages == 3 and hit.roomy
     assert at.can_ever(request(prompt_tokens=900_000))
     least = msgspec.structs.replace(FEW, free_pages=(66,), total_pages=(66,))
     small = shaped(WINDOWED, load=least)
     assert small.can_ever(request(prompt_tokens=900_000))
-    assert small.assess(request(prompt_tokens=900_000), 0.0).pages == 66
+    assert assess(small, request(prompt_tokens=900_000), 0.0).pages == 66
     none = msgspec.structs.replace(FEW, free_pages=(65,) * 9, total_pages=(65,) * 9)
     assert not shaped(WINDOWED, load=none).can_ever(request(prompt_tokens=900_000))
     assert shaped(WINDOWED, load=none).most_tokens() == 65 * 64
@@ -442,7 +435,7 @@ def test_fits_agrees_with_brute_force_over_all_orders(
     kept.sort()
     done = list(itertools.accumulate(work for _, work in kept))
     margins = tuple((due, due - sum_s) for (due, _), sum_s in zip(kept, done, strict=True))
-    option = estimate(load=loaded(*margins)).assess(request(due_s, tokens), 0.0)
+    option = assess(estimate(load=loaded(*margins)), request(due_s, tokens), 0.0)
     assert option.fits == feasible([*kept, (due_s, option.cost_s)])
 
 
@@ -451,14 +444,14 @@ def test_holding_many_equals_a_load_that_counts_them() -> None:
     works = []
     for index, due_s in enumerate((8.0, 3.0, 5.0)):
         pending = request(due_s, id=str(index))
-        option = at.assess(pending, 0.0)
+        option = assess(at, pending, 0.0)
         works.append((due_s, option.cost_s))
         at.hold(pending, option, 0.0, promised=True)
     works.sort()
     done = itertools.accumulate(work for _, work in works)
     reported = estimate(load=loaded(*((d, d - s) for (d, _), s in zip(works, done, strict=True))))
     for due_s in (0.1, 2.0, 4.0, 9.0):
-        mine, theirs = at.assess(request(due_s), 0.0), reported.assess(request(due_s), 0.0)
+        mine, theirs = assess(at, request(due_s), 0.0), assess(reported, request(due_s), 0.0)
         assert mine.fits == theirs.fits
         assert abs(mine.earliest_s - theirs.earliest_s) < 1e-9
 
@@ -484,34 +477,34 @@ def test_a_tighter_tpot_takes_time_from_the_promises_of_every_group() -> None:
             decode_room_s=0.05,
         )
         at = shaped(LLAMA_3_8B, load=load, max_batch_s=0.1, kvp_min=2, kvp_max=2)
-        option = at.assess(tight, 0.0)
+        option = assess(at, tight, 0.0)
         assert option.group == 0 and option.fits == fits
     at.hold(tight, option, 0.0, promised=True)
-    held_s = at._margins[1].room_s(29.0, 0.0, 0.0)
+    held_s = at.margins[1].room_s(29.0, 0.0, 0.0)
     assert held_s < 25.0
     at.accepted("n")
     at.hold(msgspec.structs.replace(tight, id="other"), option, 0.0, promised=True)
     at.update(load, 0.0)  # which counts the first
-    at.assess(tight, 0.0)
-    assert at._margins[1].room_s(29.0, 0.0, 0.0) == pytest.approx(held_s)
+    assess(at, tight, 0.0)
+    assert at.margins[1].room_s(29.0, 0.0, 0.0) == pytest.approx(held_s)
 
 
 def test_a_promise_leaves_half_a_batch_to_spare_once_the_batch_in_flight_is_over() -> None:
     strict = ReplicaEstimate("s", estimate().predictor, 10_000_000, max_batch_s=0.1)
     strict.update(msgspec.structs.replace(IDLE, lead_s=(0.03,)), 0.0)
-    cost_s = strict.assess(request(), 0.0).cost_s
-    assert not strict.assess(request(due_s=cost_s + 0.029), 0.0).fits
-    assert strict.assess(request(due_s=cost_s + 0.031), 0.0).fits
-    assert strict.assess(request(due_s=cost_s + 0.031), 0.02).fits
-    assert not strict.assess(request(due_s=0.04 + cost_s + 0.049), 0.04).fits
-    assert strict.assess(request(due_s=0.04 + cost_s + 0.051), 0.04).fits
+    cost_s = assess(strict, request(), 0.0).cost_s
+    assert not assess(strict, request(due_s=cost_s + 0.029), 0.0).fits
+    assert assess(strict, request(due_s=cost_s + 0.031), 0.0).fits
+    assert assess(strict, request(due_s=cost_s + 0.031), 0.02).fits
+    assert not assess(strict, request(due_s=0.04 + cost_s + 0.049), 0.04).fits
+    assert assess(strict, request(due_s=0.04 + cost_s + 0.051), 0.04).fits
 
 
 @pytest.mark.parametrize("spp", [1, 2, 3, 4])
 def test_a_promise_leaves_what_its_replica_reckons_with_less_half_a_batch(spp: int) -> None:
     """A replica withdraws a promise once it sees it overrun by a batch, behind `spp` stages."""
     piped = shaped(LLAMA_3_8B, max_batch_s=0.1, spp=spp)
-    option = piped.assess(request(), 0.0)
+    option = assess(piped, request(), 0.0)
     assert option.needed_s - option.cost_s >= 0.1 * (spp - 1) - 0.05
 
 
@@ -520,12 +513,12 @@ def test_no_more_promises_are_given_than_sequences_may_start() -> None:
     given = []
     for number in range(4):
         wanted = request(id=f"n{number}")
-        option = replica.assess(wanted, 0.0)
+        option = assess(replica, wanted, 0.0)
         given.append(option.fits)
         replica.hold(wanted, option, 0.0, promised=option.fits)
     assert given == [True, True, False, False]
     replica.release("n0", 0.0)
-    assert replica.assess(request(), 0.0).fits
+    assert assess(replica, request(), 0.0).fits
 
 
 def test_a_prompt_fits_in_the_group_that_has_room() -> None:
@@ -533,18 +526,18 @@ def test_a_prompt_fits_in_the_group_that_has_room() -> None:
     full, roomy = ((0.5, 0.0), (3.0, 0.01)), ((1.0, 0.9),)
     apart, together = grouped(full, roomy), grouped(full)
     short = request(due_s=0.6)
-    fits = apart.assess(short, 0.0)
+    fits = assess(apart, short, 0.0)
     assert fits.fits and fits.group == 1
-    assert not together.assess(short, 0.0).fits
-    cached = apart.assess(short, 0.0, cached_tokens=900)
+    assert not assess(together, short, 0.0).fits
+    cached = assess(apart, short, 0.0, cached_tokens=900)
     assert cached.fits and cached.group == 1 and cached.cost_s == fits.cost_s
-    anywhere = grouped(roomy, roomy).assess(short, 0.0, cached_tokens=900)
+    anywhere = assess(grouped(roomy, roomy), short, 0.0, cached_tokens=900)
     assert anywhere.fits and anywhere.group == ALL_GROUPS and anywhere.cost_s < fits.cost_s
     tokens = apart.predictor.tokens_per_group
-    spans = grouped(((1e6, 0.0),), ()).assess(request(1e5, tokens), 0.0)
+    spans = assess(grouped(((1e6, 0.0),), ()), request(1e5, tokens), 0.0)
     assert not spans.fits and spans.group == ALL_GROUPS
     for number in range(40):
-        option = apart.assess(short, 0.0)
+        option = assess(apart, short, 0.0)
         if not option.fits:
             break
         apart.hold(request(due_s=0.6, id=f"h{number}"), option, 0.0, promised=True)
@@ -567,7 +560,7 @@ def test_the_answer_of_a_deep_prompt_is_counted_against_a_document_due_later(
         tpot_s=tpot_s,
     )
     replica = shaped(LLAMA_3_8B, load=idle, max_batch_s=0.1)
-    option = replica.assess(turn, 0.0, cached_tokens=899_584)
+    option = assess(replica, turn, 0.0, cached_tokens=899_584)
     assert option.fits == fits
 
 
@@ -576,7 +569,7 @@ def test_found_pages_that_may_be_free_ones_are_not_counted_twice(free: int, fits
     """Of 1,135 pages 816 are found, but they may be among the free ones, to be evicted."""
     load = Load(free_pages=(free,), total_pages=(2296,))
     turn = request(due_s=60.0, prompt_tokens=72_000)
-    option = estimate(load=load).assess(turn, 0.0, cached_tokens=52_224)
+    option = assess(estimate(load=load), turn, 0.0, cached_tokens=52_224)
     assert option.roomy and option.fits == fits
 
 
@@ -588,9 +581,9 @@ def test_a_promise_takes_time_and_pages_of_the_same_group(full: int) -> None:
     pages[full], margins[full] = 100, ()
     load = Load(margins=tuple(margins), free_pages=tuple(pages), total_pages=(4000, 4000))
     replica = estimate(load=load, kvp_min=2, kvp_max=2)
-    option = replica.assess(request(due_s=5.0, prompt_tokens=20_000), 0.0)
+    option = assess(replica, request(due_s=5.0, prompt_tokens=20_000), 0.0)
     assert option.fits and option.group == 1 - full
     pages[1 - full] = 100
     load = Load(margins=tuple(margins), free_pages=tuple(pages), total_pages=(4000, 4000))
     replica = estimate(load=load, kvp_min=2, kvp_max=2)
-    assert not replica.assess(request(due_s=5.0, prompt_tokens=20_000), 0.0).fits
+    assert not assess(replica, request(due_s=5.0, prompt_tokens=20_000), 0.0).fits

@@ -14,7 +14,7 @@ import pytest
 from tests.router.conftest import Running
 
 from medha.errors import ProtocolError, SetupError
-from medha.fleet.placement import is_usable
+from medha.fleet.replica_estimate import is_usable
 from medha.messages import Codec, Head, Load, ReplicaMessage, Tokens
 from medha_router import auth
 from medha_router.auth import ApiKeys, _anybody, _by_address, read_keys

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from medha.config import Scheduling
 from medha.fleet.margins import Margins
-from medha.fleet.placement import ReplicaEstimate
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.profile import A100

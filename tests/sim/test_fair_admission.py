@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from medha.config import Scheduling
-from medha.fleet.placement import least_tpot_s
+from medha.fleet.replica_estimate import least_tpot_s
 from medha.predictor import Predictor
 from medha.profile import A100
 from medha.request import Slo, SloClass

@@ -25,12 +25,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from medha.errors import Refusal
-from medha.fleet.placement import (
-    PendingRequest,
-    PlacementOption,
-    ReplicaEstimate,
-    best_first,
-)
+from medha.fleet.offers import PendingRequest, PlacementOption
+from medha.fleet.placement import best_first, offered_tpot_s
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
 from medha.request import SloClass
 from medha.tenants import (
@@ -225,7 +222,7 @@ def admit(
 
     def is_steady(offer: PlacementOption) -> bool:
         estimate = by_name[offer.replica]
-        tpot_s.append(estimate.tpot_s(request, offer, slo_class.slo.tpot_s, now))
+        tpot_s.append(offered_tpot_s(estimate, request, offer, slo_class.slo.tpot_s, now))
         return tpot_s[-1] <= request.tpot_s
 
     offers = best_first(request, able, cached, now, inflation)

@@ -21,8 +21,10 @@ import msgspec
 from medha.config import QueueOrder
 from medha.errors import Refusal
 from medha.fleet.admission import AdmissionDecision, TenantUsage, admit, retry_after_s
-from medha.fleet.placement import PendingRequest, ReplicaEstimate, forecast_steps, place
+from medha.fleet.offers import PendingRequest
+from medha.fleet.placement import place
 from medha.fleet.prefix_index import PageNames, PrefixIndex
+from medha.fleet.replica_estimate import ReplicaEstimate, forecast_steps
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.fleet.shared_room import SharedRoom
 from medha.messages import Head, KvEvents, Load

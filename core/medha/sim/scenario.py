@@ -32,8 +32,8 @@ from medha.config import Scheduling
 from medha.errors import SpecError
 from medha.fleet.admission import least_tpot_ms
 from medha.fleet.autoscaling import Journal, Policy
-from medha.fleet.placement import least_tpot_s
 from medha.fleet.prefix_index import PrefixIndex
+from medha.fleet.replica_estimate import least_tpot_s
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile

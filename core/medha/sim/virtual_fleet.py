@@ -24,7 +24,7 @@ from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.dispatcher import Dispatcher
 from medha.fleet.grants import GrantQueue
-from medha.fleet.placement import least_tpot_s
+from medha.fleet.replica_estimate import least_tpot_s
 from medha.messages import Head, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
