@@ -59,24 +59,18 @@ class DecodeGroup:
         return dict(zip(self.groups, self._keys, strict=True))
 
     def keys_of(self, count: int) -> dict[int, int]:
-        """Return `keys` of the first `count` prepared decodes."""
+        """Return `keys` of the decodes that `take` removes."""
         if count >= len(self.prepared):
             return self.keys
         first = DecodeGroup(self.groups, self.sees)
-        for sequence in self.prepared[:count]:
+        for sequence in sorted(self.prepared, key=_has_second)[:count]:
             first._add_keys(sequence)
         return first.keys
 
     def batch_share(self, spp: int) -> int:
-        """Count the decodes to take, so that they are spread evenly over the batches in flight.
-
-        Second tokens go first if others must stay: a short answer has no time to catch up.
-        """
+        """Count the decodes to take, so that they are spread evenly over the batches in flight."""
         ready = len(self.prepared)
-        share = ready if spp == 1 else -(-(ready + self.in_flight) // spp)
-        if share < ready:
-            self.prepared.sort(key=_has_second)
-        return min(ready, share)
+        return min(ready, -(-(ready + self.in_flight) // spp))
 
     def add(self, sequence: Sequence) -> None:
         """Hold the sequence's next decode ready for a batch."""
@@ -89,11 +83,15 @@ class DecodeGroup:
         self._remove_keys(sequence)
 
     def take(self, most: int) -> list[Sequence]:
-        """Remove and return at most `most` prepared decodes, in their order."""
+        """Remove and return at most `most` prepared decodes, in their order.
+
+        Second tokens go first if others must stay: a short answer has no time to catch up.
+        """
         if len(self.prepared) <= most:
             taken, self.prepared = self.prepared, []
             self._keys, self._lone_keys = [0] * len(self.groups), 0
         else:
+            self.prepared.sort(key=_has_second)
             taken = self.prepared[:most]
             del self.prepared[:most]
             for sequence in taken:
