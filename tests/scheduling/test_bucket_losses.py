@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from medha.config import Scheduling
 from medha.metrics import LENGTH_EDGES, LENGTH_LABELS, length_bucket
-from medha.scheduling.feasibility import largest_feasible, select_victims
-from medha.scheduling.promises import FREE, BucketLossCap
+from medha.scheduling.feasibility import FREE, BucketLossCap, largest_feasible, select_victims
 from medha.scheduling.sequence import Sequence
 from medha.testing import Driven, request, scheduler
 
