@@ -187,6 +187,38 @@ def test_a_tpot_that_promises_do_not_bear_is_refused_with_the_least_that_is_acce
     assert not ask_beside(2.0, 0.02, SOFT).promised
 
 
+def test_a_tpot_that_other_groups_do_not_bear_is_refused_with_one_that_is_accepted() -> None:
+    """Another deadline would not help: batches of the class's TPOT make a document late."""
+    layout = Topology(tp=8, kvp_min=2, kvp_max=2)
+    replica = ReplicaEstimate("r0", Predictor(A100, LLAMA_3_8B, layout), 2_000_000)
+    load = Load(
+        free_pages=(20_000, 20_000),
+        total_pages=(20_000, 20_000),
+        margins=((), ((20.0, 0.5),)),
+        lead_s=(0.0, 0.0),
+        budget_s=0.0475,
+        decode_capacity_s=0.03,
+        decode_room_s=0.03,
+    )
+    replica.update(load, 0.0)
+
+    def ask(tpot_s: float, class_tpot_s: float) -> AdmissionDecision:
+        slo_class = SloClass(name="default", slo=Slo(tpot_s=class_tpot_s))
+        chat = PendingRequest(
+            id="n", prompt_tokens=1000, max_output_tokens=100, due_s=5.0, tpot_s=tpot_s
+        )
+        return admit(chat, [replica], {}, slo_class, TenantUsage((slo_class,)), now=0.0)
+
+    for tpot_s, class_tpot_s in ((0.03, 0.03), (0.02, 0.03)):
+        with pytest.raises(Refusal, match="would be 50 ms") as no:
+            ask(tpot_s, class_tpot_s)
+        assert no.value.code == "overloaded" and no.value.least_tpot_s is not None
+        assert ask(least_tpot_ms(no.value.least_tpot_s) / 1e3, class_tpot_s).promised
+    with pytest.raises(Refusal, match="would be 50 ms"):
+        ask(0.02, 0.05)  # the class's own target holds
+    assert ask(0.05, 0.05).promised
+
+
 def test_the_tpot_of_a_class_grows_with_prompts_too_long_for_it() -> None:
     least_s = estimate().least_tpot_s(1_000_000)
     assert attainable_tpot_s(2 * least_s, least_s) == 2 * least_s

@@ -158,3 +158,17 @@ def test_the_delay_of_an_answer_is_what_slower_work_takes_longer(
     slow_s = min(lasts_s, rest_s * (1.0 + part))
     expected_s = slow_s + (rest_s - slow_s / (1.0 + part)) - rest_s
     assert AnswerTime(part, 3.0, lasts_s).delay_s(3.0 + rest_s) == pytest.approx(expected_s)
+
+
+def test_shorter_batches_delay_promises_once_by_the_tightest_tpot() -> None:
+    """What is done 5 s and 20 s from now takes half as long again."""
+    margins = Margins()
+    margins.recount([(6.0, 1.0), (40.0, 20.0)], 10.0, [])
+    for longer in (0.2, 0.5, 0.3, 0.5):
+        margins.shorten(longer, 10.0)
+    done_s = [due_s - margins.room_s(due_s - 1e-9, -1e9, 10.0) for due_s in (16.0, 50.0)]
+    assert done_s == pytest.approx([10.0 + 1.5 * 5.0, 10.0 + 1.5 * 20.0])
+    late = Margins()
+    late.recount([(40.0, 20.0)], 10.0, [])
+    late.shorten(0.9, 10.0)
+    assert late.bears(0.4, 10.0) and late.bears(0.999, 10.0) and not late.bears(1.01, 10.0)

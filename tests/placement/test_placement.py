@@ -482,6 +482,12 @@ def test_a_tighter_tpot_takes_time_from_the_promises_of_every_group() -> None:
     at.hold(tight, option, 0.0, promised=True)
     held_s = at.margins[1].room_s(29.0, 0.0, 0.0)
     assert held_s < 25.0
+    for number in range(5):  # batches become no shorter
+        another = msgspec.structs.replace(tight, id=f"n{number}")
+        assert assess(at, another, 0.0).fits
+        at.hold(another, option, 0.0, promised=True)
+        at.accepted(another.id)
+    assert at.margins[1].room_s(29.0, 0.0, 0.0) == pytest.approx(held_s)
     at.accepted("n")
     at.hold(msgspec.structs.replace(tight, id="other"), option, 0.0, promised=True)
     at.update(load, 0.0)  # which counts the first

@@ -4,8 +4,9 @@
 
 and less what the last chunk of a promise still needs behind stage 0 (the drain), which delays no
 other. The answer of a promise takes part of the batches of those due later, from its first token
-until it ends or they are done. A Load reports margins as of its time; held promises are those made
-since. Lists, because a group has few promises and an array costs more than the arithmetic.
+until it ends or they are done; in other groups its TPOT only shortens the batches. A Load reports
+margins as of its time; held promises are those made since. Lists, because a group has few promises
+and an array costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Margins:
         self._due: list[float] = []
         self._margin: list[float] = []
         self._drain_s = drain_s
+        self._longer = 0.0  # part by which shorter batches delay prefills
         self._free_s = 0.0  # when the batch in flight leaves stage 0
 
     def recount(
@@ -95,9 +97,24 @@ class Margins:
             place = bisect.bisect_right(self._due, due_s)
             self._margin[place:] = self._after(place, 0.0, answer)
 
-    def bears(self, answer: AnswerTime) -> bool:
-        """Return whether all promises hold alongside an answer that has begun."""
-        return min(self._after(0, 0.0, answer), default=0.0) >= 0.0
+    def shorten(self, longer: float, now: float) -> None:
+        """Take the time from all margins by which prefills take longer from now on.
+
+        Because of shorter batches, which are as short as the tightest TPOT needs. So only what goes
+        beyond the largest `longer` so far counts.
+        """
+        if longer > self._longer:
+            self._margin = self._after(0, 0.0, self._beyond(longer, now))
+            self._longer = longer
+
+    def bears(self, longer: float, now: float) -> bool:
+        """Return whether all promises hold after `shorten`."""
+        if longer <= self._longer:
+            return True
+        return min(self._after(0, 0.0, self._beyond(longer, now)), default=0.0) >= 0.0
+
+    def _beyond(self, longer: float, now: float) -> AnswerTime:
+        return AnswerTime((1.0 + longer) / (1.0 + self._longer) - 1.0, now, math.inf)
 
     def _after(self, place: int, work_s: float, answer: AnswerTime) -> list[float]:
         """Return the margins from a place on after work with an answer before them."""

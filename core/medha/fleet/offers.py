@@ -40,7 +40,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
     `answer_s`: `finish_s` and by how much the decodes of the replica delay the answer. `answer`:
     what it takes from prefills, `taken_s` of this what counts for its tenant at once; `elsewhere`:
-    what it takes in other groups, whose batches its TPOT shortens, too.
+    the part by which they take longer in other groups, whose batches its TPOT shortens, too.
     """
 
     replica: str
@@ -59,7 +59,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     clear_s: float = 0.0
     answer_s: float = 0.0
     answer: AnswerTime = NO_ANSWER
-    elsewhere: AnswerTime = NO_ANSWER
+    elsewhere: float = 0.0
     taken_s: float = 0.0
 
     def first_s(self, promised: bool) -> float:

@@ -171,7 +171,7 @@ def complete(
     cached, part, cost = outlined.cached_tokens, outlined.part, outlined.cost
     own_s = estimate.decode_s(request) if request.max_output_tokens > 1 else 0.0
     decode_s, decode_fits = _decode(estimate, own_s, cost.is_long)
-    answer, shorter = _answer(estimate, request, own_s, part, now + cost.work_s)
+    answer = _answer(estimate, request, own_s, part, now + cost.work_s)
     room_s = min(_rooms(estimate, request, cost, answer, now))
     needed, group = cost, ALL_GROUPS
     pages, free = outlined.pages, outlined.free_pages
@@ -188,8 +188,8 @@ def complete(
     taken = estimate.pages_of(outlined.tokens) if cached else pages
     fits = room_s >= needed.cost_s and taken <= free and decode_fits and not estimate.closed
     fits = fits and estimate.held_promises < estimate.load.free_places
-    elsewhere = NO_ANSWER if group == ALL_GROUPS else shorter
-    fits = fits and _bear_elsewhere(estimate, group, elsewhere)
+    elsewhere = _elsewhere(estimate, group, request.tpot_s) if own_s else 0.0
+    fits = fits and _bear_elsewhere(estimate, group, elsewhere, now)
     margins = estimate.margins if group == ALL_GROUPS else [estimate.margins[group]]
     return PlacementOption(
         replica=estimate.name,
@@ -263,21 +263,16 @@ def _decode(estimate: ReplicaEstimate, decode_s: float, is_long: bool) -> tuple[
 
 def _answer(
     estimate: ReplicaEstimate, request: PendingRequest, own_s: float, part: float, first_s: float
-) -> tuple[AnswerTime, AnswerTime]:
+) -> AnswerTime:
     """Return what an answer takes from prefills alongside decodes that take `part`.
 
-    Its TPOT may shorten the batches, and of each its decode takes `own_s`; in other groups they
-    only become shorter. A token passes all stages. From the first answer of a replica on,
-    promises count on batches as short.
+    Its TPOT may shorten the batches, and of each its decode takes `own_s`. A token passes all
+    stages. From the first answer of a replica on, promises count on batches as short.
     """
     load, spp = estimate.load, estimate.predictor.topology.spp
     if not own_s:
-        return NO_ANSWER, NO_ANSWER
-    planned_s = estimate.settings.planned_budget_s(request.tpot_s, spp)
-    budget_s = load.budget_s
-    if 0.0 < planned_s < budget_s:
-        steps = math.ceil(math.log(budget_s / planned_s, BUDGET_STEP) - 0.01)
-        budget_s /= BUDGET_STEP**steps
+        return NO_ANSWER
+    budget_s = _answer_budget_s(estimate, request.tpot_s)
     rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
     rest_s = max(rest_s, 1e-6)
     left_s = max(rest_s - own_s, LEAST_REST * rest_s)
@@ -285,19 +280,33 @@ def _answer(
     lasts_s = (request.max_output_tokens - 1) * spp * budget_s
     if not load.decode_capacity_s:  # nothing has decoded yet
         lasts_s = math.inf
-    taken, shorter = longer * rest_s / left_s - 1.0, longer - 1.0
-    return (
-        AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s),
-        AnswerTime(ANSWER_GUARD * shorter, first_s, lasts_s),
-    )
+    taken = longer * rest_s / left_s - 1.0
+    return AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s)
 
 
-def _bear_elsewhere(estimate: ReplicaEstimate, group: int, elsewhere: AnswerTime) -> bool:
+def _answer_budget_s(estimate: ReplicaEstimate, tpot_s: float) -> float:
+    """Return the budget of batches while an answer of that TPOT runs, in steps from the present."""
+    budget_s = estimate.load.budget_s
+    planned_s = estimate.settings.planned_budget_s(tpot_s, estimate.predictor.topology.spp)
+    if 0.0 < planned_s < budget_s:
+        steps = math.ceil(math.log(budget_s / planned_s, BUDGET_STEP) - 0.01)
+        budget_s /= BUDGET_STEP**steps
+    return budget_s
+
+
+def _elsewhere(estimate: ReplicaEstimate, group: int, tpot_s: float) -> float:
+    """Return the part by which a TPOT in one group makes prefills of other groups take longer."""
+    if group == ALL_GROUPS:
+        return 0.0
+    return ANSWER_GUARD * (estimate.longer(_answer_budget_s(estimate, tpot_s)) - 1.0)
+
+
+def _bear_elsewhere(estimate: ReplicaEstimate, group: int, elsewhere: float, now: float) -> bool:
     """Return whether the promises of all other groups hold in shorter batches."""
-    if not elsewhere.part:
+    if not elsewhere:
         return True
     others = (margins for at, margins in enumerate(estimate.margins) if at != group)
-    return all(margins.bears(elsewhere) for margins in others)
+    return all(margins.bears(elsewhere, now) for margins in others)
 
 
 def _taken_s(estimate: ReplicaEstimate, request: PendingRequest, own_s: float) -> float:
@@ -334,20 +343,25 @@ def offered_tpot_s(
 ) -> float:
     """TPOT that the request would get here, its target if that can be kept.
 
-    Never below what can be kept alongside prefills. A target below that of its class shortens
-    all batches until the answer ends, which is not known: it is kept if all promises hold in
-    such batches, as the replica decides, too.
+    Never below what can be kept alongside prefills. A target shortens all batches until the answer
+    ends, which is not known: it is kept if all promises of other groups hold in such batches, and
+    below that of its class all promises, as the replica decides, too.
     """
     paced_s = estimate.predicted_tpot_s(request) if estimate.load.decoding else 0.0
     if request.max_output_tokens > 1:
         paced_s = max(paced_s, estimate.least_tpot_s(request.prompt_tokens))
-    if request.tpot_s < class_tpot_s and request.max_output_tokens > 1:
         spp, settings = estimate.predictor.topology.spp, estimate.settings
-        planned_s = settings.planned_budget_s(request.tpot_s, spp)
-        tighter = 0.0 < planned_s < estimate.load.budget_s
-        if tighter and not _holds_in(estimate, planned_s, request, option, now):
-            in_force_s = spp * estimate.load.budget_s / (1.0 - settings.plan_guard)
-            paced_s = max(paced_s, min(class_tpot_s, in_force_s))
+        planned_s, group = settings.planned_budget_s(request.tpot_s, spp), option.group
+        if 0.0 < planned_s < estimate.load.budget_s:
+            kept_s = spp * estimate.load.budget_s / (1.0 - settings.plan_guard)  # now in force
+            holds = _bear_elsewhere(estimate, group, option.elsewhere, now)
+            if request.tpot_s < class_tpot_s:
+                holds = holds and _holds_in(estimate, planned_s, request, option, now)
+                of_class = _elsewhere(estimate, group, class_tpot_s)
+                if not holds and _bear_elsewhere(estimate, group, of_class, now):
+                    kept_s = min(kept_s, class_tpot_s)
+            if not holds:
+                paced_s = max(paced_s, kept_s)
     return max(request.tpot_s, paced_s)
 
 
@@ -359,11 +373,12 @@ def _holds_in(
     now: float,
 ) -> bool:
     """Return whether all promises and the offer would hold in batches of a smaller budget."""
-    answer = AnswerTime(ANSWER_GUARD * (estimate.longer(budget_s) - 1.0), now, math.inf)
+    longer = ANSWER_GUARD * (estimate.longer(budget_s) - 1.0)
+    answer = AnswerTime(longer, now, math.inf)
     cost_s, own_s, group = option.cost_s, option.needed_s - option.cost_s, option.group
     for margins in estimate.margins if group == ALL_GROUPS else [estimate.margins[group]]:
         left_s = margins.room_s(request.due_s, own_s, now, cost_s, answer) - cost_s
         delay_s = answer.delay_s(request.due_s - own_s - left_s) if option.clear_s else 0.0
         if left_s < delay_s:
             return False
-    return all(margins.bears(answer) for margins in estimate.margins)
+    return all(margins.bears(longer, now) for margins in estimate.margins)

@@ -45,7 +45,7 @@ class Held(msgspec.Struct, frozen=True):
     beyond_share: bool = False
     group: int = ALL_GROUPS
     answer: AnswerTime = NO_ANSWER
-    elsewhere: AnswerTime = NO_ANSWER
+    elsewhere: float = 0.0
 
 
 def is_usable(load: Load) -> bool:
@@ -184,7 +184,7 @@ class ReplicaEstimate:
             request.beyond_share and not promised,
             option.group,
             option.answer if promised else NO_ANSWER,
-            option.elsewhere if promised else NO_ANSWER,
+            option.elsewhere if promised else 0.0,
         )
         self._charge(held, charge_s)
         self.recount()
@@ -312,9 +312,8 @@ class ReplicaEstimate:
             margins.recount(reported[group], self.updated_s, work, lead_s[group])
             for held in here:
                 margins.delay(held.due_s, held.answer)
-            for held in promises if len(here) < len(promises) else ():
-                if not self._is_in(held, group):
-                    margins.delay(-math.inf, held.elsewhere)
+            others = (held.elsewhere for held in promises if not self._is_in(held, group))
+            margins.shorten(max(others, default=0.0), self.updated_s)
         self._pages = sum(held.pages for held in self._held.values())
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
@@ -348,7 +347,7 @@ class ReplicaEstimate:
             if self._is_in(held, group):
                 margins.add(held.due_s, held.work_s, now, held.answer)
             else:
-                margins.delay(-math.inf, held.elsewhere)
+                margins.shorten(held.elsewhere, now)
 
     def before_s(self, slack: float, beyond_share: bool) -> float:
         """Pending seconds with less relative slack than `slack`, by the bands of the Load.
