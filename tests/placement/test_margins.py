@@ -161,7 +161,7 @@ def test_the_delay_of_an_answer_is_what_slower_work_takes_longer(
 
 
 def test_shorter_batches_delay_promises_once_by_the_tightest_tpot() -> None:
-    """What is done 5 s and 20 s from now takes half as long again."""
+    """Promises done 5 s and 20 s from now take half as long again."""
     margins = Margins()
     margins.recount([(6.0, 1.0), (40.0, 20.0)], 10.0, [])
     for longer in (0.2, 0.5, 0.3, 0.5):

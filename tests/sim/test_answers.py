@@ -6,12 +6,15 @@ import functools
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from medha.config import Scheduling
 from medha.fleet.margins import Margins
+from medha.fleet.offers import PendingRequest
+from medha.fleet.placement import assess
 from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
 from medha.predictor import Predictor
@@ -135,3 +138,35 @@ def test_relegated_work_is_pending_once() -> None:
     estimate = ReplicaEstimate("r", Predictor(A100, LLAMA_3_8B, Topology(tp=8)), 1 << 20)
     estimate.update(Load(pending_s=5.0, relegated_s=3.0, total_pages=(10,)), 0.0)
     assert estimate.pending_s == 5.0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("tokens", [20_000, 275_000])
+@pytest.mark.parametrize("tpot_s", [0.03, 0.1])
+def test_a_replica_keeps_a_first_promise_though_its_answer_shortens_batches(
+    stages: int, tokens: int, tpot_s: float
+) -> None:
+    """From the first answer on, the replica counts on batches of the tightest class."""
+    classes = tuple(SloClass(name=f"{of_s}", slo=Slo(tpot_s=of_s)) for of_s in (0.03, 0.1))
+    layout = Topology(tp=4, spp=stages)
+    predictor = Predictor(A100, LLAMA_3_8B, layout)
+    plan = Scheduler(layout, LLAMA_3_8B, predictor, Scheduling(), 60_000, 64, 1 << 20, classes)
+    plan.group_joined(0, 1, 0.0)
+    estimate = ReplicaEstimate("r", predictor, 1 << 20)
+    estimate.update(plan.load(0.0), 0.0)
+    pending = PendingRequest(
+        id="r",
+        prompt_tokens=tokens,
+        max_output_tokens=200,
+        due_s=1e6,
+        tpot_s=tpot_s,
+        class_tpot_s=0.03,
+    )
+    due_s = assess(estimate, pending, 0.0).earliest_s
+    plan.submit(
+        request("r", tokens, within_s=due_s, output_tokens=200, tpot_s=tpot_s, promised=True), 0.0
+    )
+    # It withdraws a promise that is overrun by a batch.
+    assert plan._promises.least_margin_s(0, 0.0) >= -Scheduling().max_batch_s
+    alone_s = assess(estimate, msgspec.structs.replace(pending, max_output_tokens=1), 0.0)
+    assert alone_s.earliest_s <= due_s

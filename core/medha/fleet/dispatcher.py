@@ -12,6 +12,7 @@ Combines admission, request queue, placement and prefix index; router and simula
 from __future__ import annotations
 
 import collections
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -115,6 +116,7 @@ class Dispatcher(Generic[Item]):
     ) -> None:
         self._queue = RequestQueue(order)
         self._usage = TenantUsage(classes)
+        self._class_tpot_s = _tightest_s(classes)
         self._index = PrefixIndex()
         self._estimates: dict[str, ReplicaEstimate] = {}
         self._versions: dict[str, str] = {}  # by replica
@@ -271,6 +273,7 @@ class Dispatcher(Generic[Item]):
     def set_classes(self, classes: Sequence[SloClass]) -> None:
         """Replace the model's classes; waiting requests keep theirs."""
         self._usage.set_classes(classes)
+        self._class_tpot_s = _tightest_s(classes)
 
     def set_order(self, order: QueueOrder) -> None:
         """Order the waiting requests by other settings; raises SpecError."""
@@ -294,7 +297,7 @@ class Dispatcher(Generic[Item]):
 
     def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
         """Enqueue a request with or without a promise; raises Refusal."""
-        request, pending = item.request, _pending(item)
+        request, pending = item.request, _pending(item, self._class_tpot_s)
         cached = self.cached_tokens(PageNames(item.hashes), request.prompt_tokens)
         age_s = now - request.arrival_s
         estimates = self._serving(item.version)
@@ -418,7 +421,7 @@ class Dispatcher(Generic[Item]):
             if queued is None or queued.replica or not (queued.promised or room > 0):
                 continue
             item = self._items[waiting_id]
-            pending = _pending(item)
+            pending = _pending(item, self._class_tpot_s)
             cached = self.cached_tokens(PageNames(item.hashes), pending.prompt_tokens)
             option = place(pending, self._serving(item.version), cached, now)
             if option is not None:
@@ -551,7 +554,11 @@ def split_names(hashes: bytes) -> list[bytes]:
     return list(PageNames(hashes))
 
 
-def _pending(item: Dispatchable) -> PendingRequest:
+def _tightest_s(classes: Sequence[SloClass]) -> float:
+    return min((slo_class.slo.tpot_s for slo_class in classes), default=math.inf)
+
+
+def _pending(item: Dispatchable, class_tpot_s: float) -> PendingRequest:
     request, emitted = item.request, item.output_tokens
     return PendingRequest(
         id=request.id,
@@ -559,6 +566,7 @@ def _pending(item: Dispatchable) -> PendingRequest:
         max_output_tokens=max(1, request.max_output_tokens - emitted),
         due_s=request.due_s,
         tpot_s=request.tpot_s,
+        class_tpot_s=class_tpot_s,
         slo_class=request.slo_class,
         tenant=request.tenant,
         beyond_share=request.beyond_share,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from medha.fleet.margins import NO_ANSWER, AnswerTime
@@ -16,13 +18,17 @@ Rank = tuple[bool, bool, float, float, float, str]
 
 
 class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to place. `due_s`: deadline of its first token on the caller's clock."""
+    """A request to place. `due_s`: deadline of its first token on the caller's clock.
+
+    `class_tpot_s`: the tightest TPOT of all classes, in force from a replica's first answer on.
+    """
 
     id: str
     prompt_tokens: int
     max_output_tokens: int = 1
     due_s: float
     tpot_s: float = 0.03
+    class_tpot_s: float = math.inf
     slo_class: str = "default"
     tenant: str = ""
     beyond_share: bool = False

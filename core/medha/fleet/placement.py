@@ -126,7 +126,7 @@ def outline(
     cached, load = min(cached_tokens, request.prompt_tokens - 1), estimate.load
     groups = groups_needed(tokens, estimate.predictor)
     part = estimate.decode_part(request.due_s, spans=groups > 1)
-    cost = _cost(estimate, cached, request.prompt_tokens, part, inflation, now)
+    cost = _cost(estimate, request, cached, part, inflation, now)
     # Whether the promise holds is decided later; this only predicts what runs first.
     slack = (request.due_s - now - cost.work_s) / max(cost.work_s, 1e-3)
     ahead_s = max(load.ahead_s, estimate.before_s(slack, request.beyond_share))
@@ -177,7 +177,7 @@ def complete(
     pages, free = outlined.pages, outlined.free_pages
     if len(estimate.margins) > 1 and outlined.groups == 1:
         # Routers do not know where cached pages are: in any group, or computed in the roomiest.
-        alone = _cost(estimate, 0, request.prompt_tokens, part, inflation, now) if cached else cost
+        alone = _cost(estimate, request, 0, part, inflation, now) if cached else cost
         if not cached or room_s < cost.cost_s:
             rooms = _rooms(estimate, request, alone, answer, now)
             held = [estimate.free_in(index) for index in range(len(rooms))]
@@ -188,7 +188,7 @@ def complete(
     taken = estimate.pages_of(outlined.tokens) if cached else pages
     fits = room_s >= needed.cost_s and taken <= free and decode_fits and not estimate.closed
     fits = fits and estimate.held_promises < estimate.load.free_places
-    elsewhere = _elsewhere(estimate, group, request.tpot_s) if own_s else 0.0
+    elsewhere = _elsewhere(estimate, group, _tpot_in_force_s(estimate, request)) if own_s else 0.0
     fits = fits and _bear_elsewhere(estimate, group, elsewhere, now)
     margins = estimate.margins if group == ALL_GROUPS else [estimate.margins[group]]
     return PlacementOption(
@@ -217,16 +217,23 @@ def complete(
 
 
 def _cost(
-    estimate: ReplicaEstimate, start: int, end: int, part: float, inflation: float, now: float
+    estimate: ReplicaEstimate,
+    request: PendingRequest,
+    cached: int,
+    part: float,
+    inflation: float,
+    now: float,
 ) -> Cost:
-    """Return what tokens `start` .. `end` of a prompt cost alongside decodes.
+    """Return what the tokens of a prompt after those cached cost alongside decodes.
 
     The batch in flight is known from the Load. Of a later one, half is left in the mean.
     Behind stage 0, a promise needs at least what the replica reckons with, less half a batch:
-    the replica withdraws a promise that it sees overrun by a whole one.
+    the replica withdraws a promise that it sees overrun by a whole one. A first answer costs its
+    own promise the short batches that it brings.
     """
     load = estimate.load
-    busy_s = estimate.times().alongside_s(start, end, part)
+    end = request.prompt_tokens
+    busy_s = estimate.times().alongside_s(cached, end, part)
     drain_s = (estimate.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
     reckoned_s = max(drain_s, estimate.drain_s - 0.5 * estimate.max_batch_s)
     is_long = busy_s > 8.0 * estimate.max_batch_s
@@ -235,7 +242,10 @@ def _cost(
     share_s = busy_s / load.share
     known = now <= estimate.updated_s + max(load.lead_s, default=0.0)
     rest_s = 0.0 if known else 0.5 * min(load.budget_s, estimate.max_batch_s)
-    cost_s = share_s * inflation + estimate.overhead_s
+    if request.max_output_tokens > 1 and not load.decode_capacity_s:  # nothing has decoded yet
+        tpot_s = _tpot_in_force_s(estimate, request)
+        busy_s = max(busy_s, estimate.first_s(cached, end, tpot_s))
+    cost_s = busy_s / load.share * inflation + estimate.overhead_s
     return Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long)
 
 
@@ -272,7 +282,7 @@ def _answer(
     load, spp = estimate.load, estimate.predictor.topology.spp
     if not own_s:
         return NO_ANSWER
-    budget_s = _answer_budget_s(estimate, request.tpot_s)
+    budget_s = _answer_budget_s(estimate, _tpot_in_force_s(estimate, request))
     rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
     rest_s = max(rest_s, 1e-6)
     left_s = max(rest_s - own_s, LEAST_REST * rest_s)
@@ -282,6 +292,16 @@ def _answer(
         lasts_s = math.inf
     taken = longer * rest_s / left_s - 1.0
     return AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s)
+
+
+def _tpot_in_force_s(estimate: ReplicaEstimate, request: PendingRequest) -> float:
+    """Return the TPOT in force alongside an answer, as far as it matters.
+
+    From the first answer of a replica on, that of the classes is in force, too.
+    """
+    if estimate.load.decode_capacity_s:
+        return request.tpot_s
+    return min(request.tpot_s, request.class_tpot_s)
 
 
 def _answer_budget_s(estimate: ReplicaEstimate, tpot_s: float) -> float:

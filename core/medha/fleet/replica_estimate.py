@@ -18,7 +18,7 @@ from medha.fleet.margins import NO_ANSWER, AnswerTime, Margins
 from medha.fleet.offers import ALL_GROUPS, PendingRequest, PlacementOption
 from medha.messages import Load
 from medha.predictor import Predictor
-from medha.prefill_times import PrefillTimes, slowed
+from medha.prefill_times import PrefillTimes, decode_capacity_s, slowed
 from medha.tenants import TenantWork, is_short
 
 FIRST_STEP = 1 << 14
@@ -98,6 +98,7 @@ class ReplicaEstimate:
         self.drain_s = (predictor.topology.spp - 1) * max_batch_s
         self.margins = [Margins(self.drain_s)]
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
+        self._capacities_s: dict[float, float] = {}  # by budget
         self._factors: dict[tuple[float, float], float] = {}  # of two budgets
         self._pages = 0
         self._pending_s = 0.0
@@ -110,11 +111,30 @@ class ReplicaEstimate:
         self._prefill_times: dict[tuple[float, float], PrefillTimes] = {}
 
     def times(self) -> PrefillTimes:
-        """Times of prefills alongside decodes, in batches of the budget of the last Load.
+        """Times of prefills alongside decodes, in batches of the budget of the last Load."""
+        return self._times_of(self.load.budget_s, self.load.decode_capacity_s)
 
-        Budgets come back: a TPOT target is in force while its request runs.
+    def first_s(self, start: int, end: int, tpot_s: float) -> float:
+        """Return the time of a prompt that brings a replica its first answer.
+
+        From its acceptance on, the replica counts on batches as short as that TPOT makes them. 0 if
+        batches have no budget.
         """
-        key = self.load.budget_s, self.load.decode_capacity_s
+        settings, predictor = self.settings, self.predictor
+        budget_s = settings.planned_budget_s(tpot_s, predictor.topology.spp)
+        if budget_s <= 0.0:
+            return 0.0
+        capacity_s = self._capacities_s.get(budget_s)
+        if capacity_s is None:
+            if len(self._capacities_s) >= MAX_TIMES:
+                self._capacities_s.clear()
+            capacity_s = decode_capacity_s(predictor, budget_s, settings.prefill_share)
+            self._capacities_s[budget_s] = capacity_s
+        return self._times_of(budget_s, capacity_s).alongside_s(start, end, settings.decode_room)
+
+    def _times_of(self, budget_s: float, capacity_s: float) -> PrefillTimes:
+        """Return the tables of a budget. It may come back: a TPOT is in force for a while."""
+        key = budget_s, capacity_s
         times = self._prefill_times.pop(key, None)
         if times is None or times.outdated:
             times = PrefillTimes(self.predictor, *key)
