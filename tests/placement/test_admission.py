@@ -187,6 +187,36 @@ def test_a_tpot_that_promises_do_not_bear_is_refused_with_the_least_that_is_acce
     assert not ask_beside(2.0, 0.02, SOFT).promised
 
 
+def test_a_tpot_that_running_decodes_leave_no_time_for_is_refused() -> None:
+    """The decodes take 19.4 ms of each batch, and all are in flight as the Load is reported."""
+    replica = ReplicaEstimate("r0", Predictor(A100, LLAMA_3_8B, Topology(tp=1)), 2_000_000)
+    load = Load(
+        free_pages=(20_000,),
+        total_pages=(20_000,),
+        margins=((),),
+        budget_s=0.0475,
+        decode_capacity_s=0.0346,
+        decode_room_s=0.0152,
+        decoding=1,
+        predicted_tpot_s=0.0,
+    )
+    replica.update(load, 0.0)
+
+    def ask(tpot_s: float) -> AdmissionDecision:
+        chat = PendingRequest(
+            id="n", prompt_tokens=18_000, max_output_tokens=1000, due_s=9.0, tpot_s=tpot_s
+        )
+        return admit(chat, [replica], {}, STRICT, TenantUsage((STRICT,)), now=0.0)
+
+    with pytest.raises(Refusal, match="time per output token would be") as no:
+        ask(0.016)
+    least_s = no.value.least_tpot_s
+    assert no.value.code == "overloaded" and least_s is not None
+    batch_s = 0.0194 + replica.predictor.batch_s([(1, 18_000, True)])
+    assert least_s == pytest.approx(batch_s, rel=0.03)
+    assert ask(least_tpot_ms(least_s) / 1e3).promised
+
+
 def test_a_tpot_that_other_groups_do_not_bear_is_refused_with_one_that_is_accepted() -> None:
     """Another deadline would not help: batches of the class's TPOT make a document late."""
     layout = Topology(tp=8, kvp_min=2, kvp_max=2)

@@ -301,10 +301,17 @@ class ReplicaEstimate:
         return self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
 
     def predicted_tpot_s(self, request: PendingRequest) -> float:
-        """TPOT of the running decodes with the request among them."""
+        """TPOT of the running decodes with the request among them.
+
+        The Load's counts those that wait for a batch. What all of them take is the rest of the
+        decode capacity: nothing waits while all are in flight.
+        """
+        spp, load = self.predictor.topology.spp, self.load
+        taken_s = load.decode_capacity_s - load.decode_room_s + self.held_decode_s
         with_request = self.predictor.batch_s([(1, request.prompt_tokens, True)])
         empty = self.predictor.batch_s([(1, 0, True)])
-        return max(self.load.predicted_tpot_s, empty) + with_request - empty
+        running_s = max(load.predicted_tpot_s, empty, spp * (self.overhead_s + taken_s))
+        return running_s + with_request - empty
 
     def least_tpot_s(self, prompt_tokens: int, *, idle: bool = False) -> float:
         """Smallest TPOT target that the replica can promise after a prompt of that length.
