@@ -609,11 +609,13 @@ class Predictor:
         groups: int = 1,
         tail: bool = True,
         yields: bool = False,
+        near: int = 0,
     ) -> int:
         """Largest number of prompt tokens that fit into `load` within `budget_s`; 0 if none.
 
         A multiple of `step_tokens`, or `limit_tokens` itself (`yields`: the chunk of the full limit
-        samples). A shared chunk is the smallest of the results for its groups.
+        samples). A shared chunk is the smallest of the results for its groups. The search begins
+        at `near` tokens, if given.
         """
         if limit_tokens <= 0:
             return 0
@@ -625,13 +627,22 @@ class Predictor:
                 return limit_tokens
         most, row_s = load.most(keys, budget_s, tail)
         bound = math.ceil(max(1.0, most / step_tokens)) + 1
+        begin = near // step_tokens
         if bound < above or (bound == above and not above_s):
-            above, above_s = bound, probe(bound * step_tokens, keys, groups, tail)
+            above = bound
+            if not 0 < begin < bound:
+                above_s = probe(bound * step_tokens, keys, groups, tail)
         elif not above_s:
             above_s = probe(limit_tokens, keys, groups, tail, yields)
             if above_s <= budget_s:
                 return limit_tokens
         below, at, at_s, guesses = 0, above, above_s, 0
+        if 0 < begin < above:
+            at, at_s = begin, probe(begin * step_tokens, keys, groups, tail)
+            if at_s <= budget_s:
+                below = at
+            else:
+                above = at
         while above - below > 1:  # seconds(below) <= budget < seconds(above)
             guess = at - (at_s - budget_s) / (row_s * step_tokens)
             if guesses >= GUESSES:

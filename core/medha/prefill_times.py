@@ -78,7 +78,8 @@ def between(levels: list[float], part: float) -> float:
 class PrefillTimes:
     """Seconds that a prefill takes in batches of `budget_s`, for LEVELS amounts of decodes.
 
-    `capacity_s`: C, decode seconds of each batch and stage.
+    `capacity_s`: C, decode seconds of each batch and stage. `extended_tokens`: length of prompts up
+    to which no table has to grow.
     """
 
     def __init__(self, predictor: Predictor, budget_s: float, capacity_s: float) -> None:
@@ -91,6 +92,8 @@ class PrefillTimes:
         self._knots: list[int] = []
         self._rates: list[list[float]] = []  # at each knot: seconds per token, by level
         self._sums: list[list[float]] = []  # up to each knot
+        self._chunks = [[0, 0] for _ in range(LEVELS)]  # at the last knot, of `_loads`
+        self.extended_tokens = 0
         self._known: dict[int, list[float]] = {}
         self._bounds: dict[int, tuple[float, float]] = {}
         self._add_knot(0)
@@ -101,6 +104,11 @@ class PrefillTimes:
         pairs = zip(self._corrections, self.predictor.prefill_corrections(), strict=True)
         changes = [abs(after - before) / before for before, after in pairs]
         return max(changes[0] + changes[1], changes[2] + changes[3]) > STALE
+
+    def extend(self, tokens: int) -> None:
+        """Extend the tables to the length of a prompt, unless it is one batch."""
+        self.by_level(0, tokens)
+        self.extended_tokens = max(self.extended_tokens, tokens)
 
     def by_level(self, start: int, end: int) -> list[float]:
         """Seconds for tokens `start` .. `end` of a prompt, for each level of decodes.
@@ -184,7 +192,10 @@ class PrefillTimes:
 
     def _add_knot(self, tokens: int) -> None:
         keys, groups = self.predictor.shard(tokens)
-        rates = [self._rate_s(keys, groups, level) for level in range(LEVELS)]
+        if self.capacity_s:
+            rates = [self._rate_s(keys, groups, level) for level in range(LEVELS)]
+        else:
+            rates = [self._rate_s(keys, groups, 0)] * LEVELS
         sums = [0.0] * LEVELS
         if self._knots:
             width, before, earlier = tokens - self._knots[-1], self._sums[-1], self._rates[-1]
@@ -203,13 +214,17 @@ class PrefillTimes:
         Chunks are whole steps, so that batches are shorter than the budget. In a pipeline a batch
         waits for a longer one ahead: half of what it is shorter is lost.
         """
-        slowest_s, count = 0.0, self._decodes[level]
-        for load in self._loads():
+        slowest_s, count, chunks = 0.0, self._decodes[level], self._chunks[level]
+        for at, load in enumerate(self._loads()):
             limit_s = self._limits[level]
             if count and load.decodes:
                 load.add_decodes(count, count * TYPICAL_KEYS)
                 limit_s = self.budget_s
-            slowest_s = max(slowest_s, self._rate_in_s(load, keys, groups, limit_s))
+            chunk = self.predictor.largest_chunk(
+                load, keys, 1 << 20, limit_s, self.step, groups, near=chunks[at]
+            )
+            chunks[at] = chunk  # the next knot's is little shorter
+            slowest_s = max(slowest_s, self._rate_of(chunk, load, keys, groups, limit_s))
         return slowest_s
 
     def _loads(self) -> list[BatchLoad]:
@@ -220,10 +235,11 @@ class PrefillTimes:
         alone = self._corrections[:2] != self._corrections[2:]  # else it is never slower
         return [predictor.load_alongside(), *([predictor.load()] if alone else [])]
 
-    def _rate_in_s(self, load: BatchLoad, keys: int, groups: int, limit_s: float) -> float:
-        """Return the same in batches that begin with `load`."""
+    def _rate_of(
+        self, chunk: int, load: BatchLoad, keys: int, groups: int, limit_s: float
+    ) -> float:
+        """Return the same in batches that hold `load` and a chunk."""
         predictor, step = self.predictor, self.step
-        chunk = predictor.largest_chunk(load, keys, 1 << 20, limit_s, step, groups)
         starved_s = MAX_STARVED_ROUNDS * self.budget_s / step
         if chunk < step:
             return starved_s

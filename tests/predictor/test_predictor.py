@@ -69,14 +69,20 @@ def test_asking_what_if_equals_adding(
     st.integers(1, 100_000),
     st.floats(0.001, 0.3),
     st.sampled_from([16, 32, 64]),
+    st.integers(0, 120_000),
 )
 @settings(max_examples=200, deadline=None)
 def test_the_largest_chunk_fits_and_one_step_more_does_not(
-    entries: list[tuple[int, int, bool]], keys: int, limit: int, budget_s: float, step: int
+    entries: list[tuple[int, int, bool]],
+    keys: int,
+    limit: int,
+    budget_s: float,
+    step: int,
+    near: int,
 ) -> None:
     of = predictor()
     load = load_of(of, entries)
-    chunk = of.largest_chunk(load, keys, limit, budget_s, step)
+    chunk = of.largest_chunk(load, keys, limit, budget_s, step, near=near)
     assert 0 <= chunk <= limit
     assert chunk == limit or chunk % step == 0
     if chunk:
