@@ -297,19 +297,18 @@ class Service:
     async def _encoded(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
     ) -> tuple[Prompt, ...]:
-        """Encode the prompts, and prepare the forecasts for long ones in turns of the loop.
+        """Encode the prompts, and prepare the forecasts for them in turns of the loop.
 
         A Load that arrives in between may undo them, but not in the last turn.
         """
         prompts = await self.encode_for(client_request, model, version)
-        if sum(prompt.length for prompt in prompts) <= LONG_TOKENS:
-            return prompts
         dispatcher, tpot_s = model.dispatcher, client_request.slo_class.slo.tpot_s
         longest = max(prompt.length for prompt in prompts)
+        matched = prompts if sum(prompt.length for prompt in prompts) > LONG_TOKENS else ()
         for _ in range(FORECAST_ROUNDS):
             paused, began_s = False, self._clock()
             for _ in itertools.chain(
-                *(dispatcher.match_ahead(prompt.hashes) for prompt in prompts),
+                *(dispatcher.match_ahead(prompt.hashes) for prompt in matched),
                 dispatcher.extend_forecasts(longest, version.key, tpot_s),
             ):
                 if self._clock() - began_s > TURN_S:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from medha.fleet.dispatcher import MAX_RELEGATED_PLACED, Dispatcher
@@ -80,6 +81,43 @@ def dispatcher_of(seed: int, replicas: int = 3) -> Dispatcher[Item]:
 
 def placed(dispatcher: Dispatcher[Item]) -> list[tuple[str, bool, str]]:
     return [(queued.id, queued.promised, queued.replica) for queued in dispatcher.waiting(1.0)]
+
+
+def test_forecasts_are_prepared_in_steps_once_for_each_budget() -> None:
+    dispatcher = Dispatcher[Item]([RELEGATING])
+    serving = [Replica(f"r{at}", Predictor(A100, LLAMA_3_8B, Topology())) for at in range(3)]
+
+    def report(budget_s: float) -> None:
+        for replica in serving:
+            of_budget = {"budget_s": budget_s, "decode_capacity_s": 0.4 * budget_s}
+            replica.load = msgspec.structs.replace(LOAD, **of_budget)
+            dispatcher.update_replica(replica, 0.0)
+
+    def steps(tokens: int, tpot_s: float = 0.03) -> int:
+        return sum(1 for _ in dispatcher.extend_forecasts(tokens, "1", tpot_s))
+
+    report(0.1)
+    assert steps(2000) == 3 and steps(1000) == 0  # a step of each replica
+    assert steps(50_000) > 9 and steps(50_000) == steps(2000) == 0
+    report(0.05)
+    assert steps(2000) == 3
+    report(0.1)
+    assert steps(50_000) == 0, "budgets come back"
+    assert steps(2000, 0.02) == 3, "another class has other deadlines by default"
+    assert steps(99_999_999) > 0 == steps(100_000), "no longer than a request can be"
+
+
+def test_forecasts_that_lack_are_steps_of_placing() -> None:
+    dispatcher = Dispatcher[Item]([RELEGATING])
+    for at in range(9):
+        replica = Replica(f"r{at}", Predictor(A100, LLAMA_3_8B, Topology()))
+        dispatcher.update_replica(replica, 0.0)
+    lost = Request(id="lost", arrival_s=0.0, prompt_tokens=1000, work_s=0.1)
+    dispatcher.resume(Item(lost, moves=1), 0.0)
+    assert dispatcher.place_next(0.0)  # computes its work
+    for _ in range(9):
+        assert dispatcher.place_next(0.0) and not placed(dispatcher)[0][2]
+    assert dispatcher.place_next(0.0) and placed(dispatcher)[0][2]
 
 
 @pytest.mark.parametrize("seed", range(6))

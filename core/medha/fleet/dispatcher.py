@@ -12,6 +12,7 @@ Combines admission, request queue, placement and prefix index; router and simula
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -258,15 +259,22 @@ class Dispatcher(Generic[Item]):
         """
         return self._index.matching(PageNames(hashes))
 
-    def extend_forecasts(self, prompt_tokens: int, version: str, tpot_s: float) -> Iterator[None]:
-        """Prepare the forecasts for a long prompt, in steps of about a millisecond.
+    def extend_forecasts(
+        self, prompt_tokens: int, version: str, tpot_s: float | None
+    ) -> Iterator[None]:
+        """Prepare the forecasts for a prompt, in steps of about a millisecond.
 
+        Nothing is left to do until a prompt is longer, or a replica has batches of a new budget.
         Without this, the first forecast for a million tokens takes up to 20 ms a replica.
         """
         for estimate in self._serving(version):
-            for tokens in forecast_steps(prompt_tokens):
-                estimate.extend(tokens, tpot_s)
-                yield
+            most = min(prompt_tokens, estimate.max_context_tokens)
+            if estimate.is_extended(most, tpot_s):
+                continue
+            for tokens in forecast_steps(most):
+                if not estimate.is_extended(tokens, tpot_s):
+                    estimate.extend(tokens, tpot_s)
+                    yield
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -422,6 +430,10 @@ class Dispatcher(Generic[Item]):
                 continue
             item = self._items[waiting_id]
             pending = _pending(item, self._class_tpot_s)
+            steps = self.extend_forecasts(pending.prompt_tokens, item.version, None)
+            if any(True for _ in steps):  # the rest is left to the next steps
+                self._round = itertools.chain([waiting_id], self._round)
+                return True
             cached = self.cached_tokens(PageNames(item.hashes), pending.prompt_tokens)
             option = place(pending, self._serving(item.version), cached, now)
             if option is not None:

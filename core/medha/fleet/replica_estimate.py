@@ -21,7 +21,7 @@ from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes, decode_capacity_s, slowed
 from medha.tenants import TenantWork, is_short
 
-FIRST_STEP = 1 << 14
+FIRST_STEP = 1 << 11
 MAX_FACTORS = 256
 """Pairs of budgets for which the slowing of prefills is remembered."""
 MAX_TIMES = 8
@@ -90,6 +90,7 @@ class ReplicaEstimate:
         self.overhead_s = predictor.batch_s([(1, 0, False)])
         self.closed = False
         self._most_tokens: int | None = None  # computed from the Load when it is needed
+        self._current_times: PrefillTimes | None = None  # of the Load, once they are needed
         self._take(Load(), 0.0)
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
@@ -98,6 +99,7 @@ class ReplicaEstimate:
         self.drain_s = (predictor.topology.spp - 1) * max_batch_s
         self.margins = [Margins(self.drain_s)]
         self._reference_budgets_s: dict[float, float] = {}  # by TPOT of a class
+        self._reference_tokens: dict[float, int] = {}  # up to which `extend` was called
         self._capacities_s: dict[float, float] = {}  # by budget
         self._factors: dict[tuple[float, float], float] = {}  # of two budgets
         self._pages = 0
@@ -112,7 +114,10 @@ class ReplicaEstimate:
 
     def times(self) -> PrefillTimes:
         """Times of prefills alongside decodes, in batches of the budget of the last Load."""
-        return self._times_of(self.load.budget_s, self.load.decode_capacity_s)
+        if self._current_times is None:
+            load = self.load
+            self._current_times = self._times_of(load.budget_s, load.decode_capacity_s)
+        return self._current_times
 
     def first_s(self, start: int, end: int, tpot_s: float) -> float:
         """Return the time of a prompt that brings a replica its first answer.
@@ -154,13 +159,23 @@ class ReplicaEstimate:
             self._reference_budgets_s[tpot_s] = budget_s
         return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
 
-    def extend(self, tokens: int, tpot_s: float) -> None:
+    def extend(self, tokens: int, tpot_s: float | None) -> None:
         """Extend the tables of prefill times to a length, which later forecasts look up.
 
-        Time grows with the tokens beyond the longest prompt so far.
+        Time grows with the tokens beyond the longest prompt so far. Without a TPOT, reference work
+        is left out.
         """
-        self.reference_work_s(tokens, 0, tpot_s)
-        self.times().alongside_s(0, tokens, 0.0)
+        if tpot_s is not None:
+            self.reference_work_s(tokens, 0, tpot_s)
+            longest = self._reference_tokens.get(tpot_s, 0)
+            self._reference_tokens[tpot_s] = max(tokens, longest)
+        self.times().extend(tokens)
+
+    def is_extended(self, tokens: int, tpot_s: float | None) -> bool:
+        """Return whether forecasts for that length only look up tables."""
+        if tpot_s is not None and self._reference_tokens.get(tpot_s, 0) < tokens:
+            return False
+        return self.times().extended_tokens >= tokens
 
     def _take(self, load: Load, now: float) -> None:
         """Take over a Load, and what its pages mean.
@@ -170,6 +185,7 @@ class ReplicaEstimate:
         window slides.
         """
         self.load, self.updated_s, self._most_tokens = load, now, None
+        self._current_times = None
         self.kept = self.predictor.shape.kept_pages(load.page_tokens)
         self.capacity_pages = sum(max(0, pages) for pages in load.total_pages)
         self.capacity_pages += load.claimable_pages
