@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from medha.fleet.offers import PendingRequest
+from medha.fleet import placement
+from medha.fleet.offers import Outline, PendingRequest, PlacementOption
 from medha.fleet.placement import assess, best_first, place
 from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
@@ -17,19 +18,29 @@ from medha.sim.scenario import LLAMA_3_8B
 from medha.topology import Topology
 
 
-class Counted(ReplicaEstimate):
-    """An estimate that counts its complete offers: only they compute what a decode takes."""
+@pytest.fixture
+def completed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the replicas whose offers were completed, in that order."""
+    names: list[str] = []
+    real = placement.complete
 
-    completed = 0
+    def complete(
+        estimate: ReplicaEstimate,
+        request: PendingRequest,
+        outlined: Outline,
+        now: float,
+        inflation: float,
+    ) -> PlacementOption:
+        names.append(estimate.name)
+        return real(estimate, request, outlined, now, inflation)
 
-    def decode_s(self, request: PendingRequest) -> float:
-        self.completed += 1
-        return super().decode_s(request)
+    monkeypatch.setattr("medha.fleet.placement.complete", complete)
+    return names
 
 
-def estimate(name: str, load: Load, **topology: int) -> Counted:
+def estimate(name: str, load: Load, **topology: int) -> ReplicaEstimate:
     predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8, **topology))
-    replica = Counted(name, predictor, 1 << 20)
+    replica = ReplicaEstimate(name, predictor, 1 << 20)
     replica.update(load, 0.0)
     return replica
 
@@ -111,21 +122,42 @@ def test_offers_come_in_the_order_of_all_of_them_sorted(seed: int) -> None:
             chosen.hold(request, assessed[0], now, promised=assessed[0].fits)
 
 
-def test_of_idle_replicas_one_offer_is_completed() -> None:
+def test_of_idle_replicas_one_offer_is_completed(completed: list[str]) -> None:
     load = Load(free_pages=(20_000,), total_pages=(20_000,))
     replicas = [estimate(f"r{i}", load) for i in range(64)]
     request = PendingRequest(id="n", prompt_tokens=1000, max_output_tokens=100, due_s=9.0)
     chosen = place(request, replicas, {}, 0.0)
     assert chosen is not None and chosen.replica == "r0"
-    assert sum(replica.completed for replica in replicas) == 1
+    assert len(completed) == 1
 
 
-def test_a_request_that_is_late_already_is_placed_by_one_offer() -> None:
+def test_of_replicas_that_only_the_answer_overfills_one_offer_is_completed(
+    completed: list[str],
+) -> None:
+    load = Load(
+        free_pages=(20_000,),
+        total_pages=(20_000,),
+        margins=(((9.0, 0.2),),),
+        budget_s=0.05,
+        decode_capacity_s=0.025,
+        decode_room_s=0.025,
+    )
+    replicas = [estimate(f"r{i}", load) for i in range(8)]
+    brief, lasting = (
+        PendingRequest(id="n", prompt_tokens=1000, max_output_tokens=tokens, due_s=3.0)
+        for tokens in (1, 4000)
+    )
+    chosen, unkept = place(brief, replicas, {}, 0.0), place(lasting, replicas, {}, 0.0)
+    assert chosen is not None and chosen.fits and unkept is not None and not unkept.fits
+    assert completed == ["r0", "r0"]
+
+
+def test_a_request_that_is_late_already_is_placed_by_one_offer(completed: list[str]) -> None:
     load = Load(free_pages=(20_000,), total_pages=(20_000,))
     replicas = [estimate(f"r{i}", load) for i in range(8)]
     late = PendingRequest(id="n", prompt_tokens=1000, max_output_tokens=100, due_s=-1.0)
     assert place(late, replicas, {}, 0.0) is not None
-    assert sum(replica.completed for replica in replicas) == 1
+    assert len(completed) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -115,8 +115,9 @@ class Outline(msgspec.Struct, frozen=True):
     """The part of an offer that limits its rank; see PlacementOption.
 
     It takes a quarter of the time of the offer. `may_fit`: False if the promise certainly cannot be
-    kept. `part` of the decode capacity runs alongside the prompt. `free_pages`: the offer may count
-    fewer, of one group.
+    kept. `part` of the decode capacity runs alongside the prompt. `answer`: what its decode takes
+    of a batch, and the answer from prefills; None until that is needed. `free_pages`: the offer may
+    count fewer, of one group.
     """
 
     cached_tokens: int
@@ -124,6 +125,7 @@ class Outline(msgspec.Struct, frozen=True):
     groups: int
     part: float
     cost: Cost
+    answer: tuple[float, AnswerTime] | None
     may_fit: bool
     pages: int
     free_pages: int

@@ -2,7 +2,7 @@
 
 Decides from the estimates of the replicas and prefix hits. Of each replica (docs/adr/0047):
 
-    least_rank ──► outline ──► complete          each step only while its rank is the least
+    least_rank ──► outline ──► with_answer ──► complete     each step while its rank is the least
 
 The replica itself chooses the KVP groups of a request; placement only checks that enough groups can
 be had. `now` is an argument, and nothing is sent.
@@ -13,6 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
 
 from medha.fleet.margins import NO_ANSWER, AnswerTime
 from medha.fleet.offers import ALL_GROUPS, Cost, Outline, PendingRequest, PlacementOption, Rank
@@ -51,8 +53,8 @@ def best_first(
 ) -> Iterator[PlacementOption]:
     """Yield the offers of all replicas that could ever hold the request, by rank.
 
-    Of each replica a least rank is computed first, then an outline, then the offer, while no other
-    can be better: often one offer only. No estimate may change meanwhile.
+    Of each replica a least rank is computed first, then an outline, its answer, then the offer,
+    while no other can be better: mostly one offer only. No estimate may change meanwhile.
     """
     heap: list[tuple[Rank, ReplicaEstimate, Outline | PlacementOption | None]] = [
         (least_rank(estimate, request, now, cached.get(estimate.name, 0)), estimate, None)
@@ -69,6 +71,9 @@ def best_first(
             name = estimate.name
             outlined = outline(estimate, request, now, cached.get(name, 0), inflation)
             heapq.heapreplace(heap, (outlined.rank(name), estimate, outlined))
+        elif computed.may_fit and computed.answer is None:
+            outlined = with_answer(estimate, request, computed, now)
+            heapq.heapreplace(heap, (outlined.rank(estimate.name), estimate, outlined))
         else:
             offer = complete(estimate, request, computed, now, inflation)
             heapq.heapreplace(heap, (offer.rank, estimate, offer))
@@ -148,6 +153,7 @@ def outline(
         groups,
         part,
         cost,
+        None,
         may_fit,
         pages,
         free,
@@ -155,6 +161,20 @@ def outline(
         clear_s,
         finish_s + _delay_s(estimate, request.max_output_tokens),
     )
+
+
+def with_answer(
+    estimate: ReplicaEstimate, request: PendingRequest, outlined: Outline, now: float
+) -> Outline:
+    """Compute whether the promise may fit with its answer, in a quarter of the offer's time."""
+    cost, may_fit = outlined.cost, outlined.may_fit
+    answers = _answer(estimate, request, outlined.part, now + cost.work_s)
+    if not outlined.cached_tokens:
+        own_s, answer = answers
+        rooms = _rooms(estimate, request, cost, answer, now)
+        _, decode_fits = _decode(estimate, own_s, cost.is_long)
+        may_fit = may_fit and decode_fits and max(rooms) >= cost.cost_s
+    return msgspec.structs.replace(outlined, answer=answers, may_fit=may_fit)
 
 
 def complete(
@@ -166,12 +186,11 @@ def complete(
 ) -> PlacementOption:
     """Compute the rest of an offer: whether the promise holds, and from when on one would.
 
-    Nothing may have changed since its outlined.
+    Nothing may have changed since its outline.
     """
     cached, part, cost = outlined.cached_tokens, outlined.part, outlined.cost
-    own_s = estimate.decode_s(request) if request.max_output_tokens > 1 else 0.0
+    own_s, answer = outlined.answer or _answer(estimate, request, part, now + cost.work_s)
     decode_s, decode_fits = _decode(estimate, own_s, cost.is_long)
-    answer = _answer(estimate, request, own_s, part, now + cost.work_s)
     room_s = min(_rooms(estimate, request, cost, answer, now))
     needed, group = cost, ALL_GROUPS
     pages, free = outlined.pages, outlined.free_pages
@@ -272,16 +291,18 @@ def _decode(estimate: ReplicaEstimate, decode_s: float, is_long: bool) -> tuple[
 
 
 def _answer(
-    estimate: ReplicaEstimate, request: PendingRequest, own_s: float, part: float, first_s: float
-) -> AnswerTime:
-    """Return what an answer takes from prefills alongside decodes that take `part`.
+    estimate: ReplicaEstimate, request: PendingRequest, part: float, first_s: float
+) -> tuple[float, AnswerTime]:
+    """Return what the decode of an answer takes of a batch, and the answer from prefills.
 
-    Its TPOT may shorten the batches, and of each its decode takes `own_s`. A token passes all
-    stages. From the first answer of a replica on, promises count on batches as short.
+    `part`: what other decodes take. The answer's TPOT may shorten the batches, and its decode takes
+    time of each. A token passes all stages. From the first answer of a replica on, promises count
+    on batches as short.
     """
     load, spp = estimate.load, estimate.predictor.topology.spp
+    own_s = estimate.decode_s(request) if request.max_output_tokens > 1 else 0.0
     if not own_s:
-        return NO_ANSWER
+        return 0.0, NO_ANSWER
     budget_s = _answer_budget_s(estimate, _tpot_in_force_s(estimate, request))
     rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
     rest_s = max(rest_s, 1e-6)
@@ -291,7 +312,7 @@ def _answer(
     if not load.decode_capacity_s:  # nothing has decoded yet
         lasts_s = math.inf
     taken = longer * rest_s / left_s - 1.0
-    return AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s)
+    return own_s, AnswerTime(ANSWER_GUARD * taken, first_s, lasts_s)
 
 
 def _tpot_in_force_s(estimate: ReplicaEstimate, request: PendingRequest) -> float:
