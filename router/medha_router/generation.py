@@ -230,8 +230,7 @@ class ClientRequest:
             return "continued"
         generation = self.generations[index]
         tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
-        printed = b"".join(map(generation.output.vocabulary.bytes_of, tail))
-        return thinking_after(printed)
+        return thinking_after(map(generation.output.vocabulary.bytes_of, reversed(tail)))
 
     def push(self, index: int, delta: Delta) -> None:
         """Add a delta of one generation.

@@ -161,8 +161,21 @@ def test_thinking_is_what_a_search_in_the_whole_text_finds(
 
 
 def test_a_prompt_may_begin_the_thinking() -> None:
-    assert thinking_after(b"<|assistant|><think>\n") == "begun"
-    assert thinking_after(b"<think>\n\n</think>\n\n") == thinking_after(b"") == "possible"
+    assert thinking_after([b"\n", b"<think>", b"<|assistant|>"]) == "begun"
+    assert thinking_after([b"\n\n", b"</think>", b"\n\n", b"<think>"]) == "possible"
+    assert thinking_after([]) == "possible"
+
+
+@given(st.lists(st.sampled_from(["", " ", "\n", "<", "<th", "ink>", "<think>", "</think>", "a"])))
+def test_the_last_pieces_of_a_prompt_decide_its_thinking(pieces: list[str]) -> None:
+    begun = "".join(pieces).rstrip().endswith("<think>")
+    last_first = [piece.encode() for piece in reversed(pieces)]
+    assert thinking_after(last_first) == ("begun" if begun else "possible")
+
+
+def test_pieces_of_a_prompt_before_those_that_decide_are_not_read() -> None:
+    pieces = iter([b"\n", b"a long answer", b"before"])
+    assert thinking_after(pieces) == "possible" and next(pieces) == b"before"
 
 
 @pytest.mark.parametrize(

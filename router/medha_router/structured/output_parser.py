@@ -11,7 +11,7 @@ is cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from medha_router.structured.tagged_arguments import SPACE, overlap
@@ -28,9 +28,14 @@ Thinking = Literal["none", "possible", "begun", "continued"]
 thinking in a message that it continues."""
 
 
-def thinking_after(prompt: bytes) -> Thinking:
-    """Return whether an output begins in its thinking, from the end of the prompt."""
-    return "begun" if prompt.rstrip().endswith(BEGINS.encode()) else "possible"
+def thinking_after(prompt: Iterable[bytes]) -> Thinking:
+    """Return whether an output begins in its thinking, from a prompt's pieces, the last first."""
+    begins, end = BEGINS.encode(), b""
+    for piece in prompt:
+        end = (piece + end).rstrip()
+        if len(end) >= len(begins):
+            break
+    return "begun" if end.endswith(begins) else "possible"
 
 
 class ThinkingCount:
