@@ -394,6 +394,17 @@ def test_each_replica_is_expected_to_need_the_pages_of_its_own_model(first: int)
     assert dispatcher.cached_tokens(names, 200 * 64) == {"r1": 199 * 64}
 
 
+@pytest.mark.parametrize("tokens", [10, 100_000, 900_000])
+def test_the_least_tpot_of_a_fleet_is_that_of_its_best_replica(tokens: int) -> None:
+    dispatcher: Dispatcher[Any] = Dispatcher([])
+    for at, (spp, batch_s) in enumerate([(2, 0.02), (1, 0.03), (2, 0.01), (1, 0.025)]):
+        of = Predictor(A100, LLAMA_3_8B, Topology(tp=at + 1, spp=spp))
+        replica = Replica(of, name=f"r{at}", min_batch_s=batch_s)
+        dispatcher.update_replica(replica, 0.0)
+    each_s = [replica.least_tpot_s(tokens) for replica in dispatcher.estimates]
+    assert dispatcher.least_tpot_s(tokens, "1") == min(each_s)
+
+
 def test_a_replica_without_free_pages_now_comes_last() -> None:
     full = estimate("a", Load(free_pages=(5,), total_pages=(20_000,)))
     busy = estimate("b", loaded((5.0, 0.0)))

@@ -250,7 +250,13 @@ class Dispatcher(Generic[Item]):
 
     def least_tpot_s(self, prompt_tokens: int, version: str) -> float:
         """Smallest TPOT target that the best replica can accept."""
-        return min(estimate.least_tpot_s(prompt_tokens) for estimate in self._serving(version))
+        serving, least_s = self._serving(version), math.inf
+        floor_s = min(estimate.floor_tpot_s for estimate in serving)
+        for estimate in serving:
+            least_s = min(least_s, estimate.least_tpot_s(prompt_tokens))
+            if least_s <= floor_s:
+                break  # mostly the first: decodes take less than the shortest batch
+        return least_s
 
     def match_ahead(self, hashes: bytes) -> Iterator[None]:
         """Match the pages of a long prompt, in steps of about a millisecond.

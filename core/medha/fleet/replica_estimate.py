@@ -329,6 +329,11 @@ class ReplicaEstimate:
         running_s = max(load.predicted_tpot_s, empty, spp * (self.overhead_s + taken_s))
         return running_s + with_request - empty
 
+    @property
+    def floor_tpot_s(self) -> float:
+        """TPOT of the shortest batches, alongside prefills."""
+        return self.predictor.topology.spp * self.min_batch_s
+
     def least_tpot_s(self, prompt_tokens: int, *, idle: bool = False) -> float:
         """Smallest TPOT target that the replica can promise after a prompt of that length.
 
