@@ -151,6 +151,21 @@ def test_batches_ahead_of_a_tight_promise_are_shorter(spp: int, part: float) -> 
     assert max(batch.predicted_s for _, batch in driven.batches) <= 0.1 - 0.1 * part / (spp - 1)
 
 
+@pytest.mark.parametrize("spp", [2, 3])
+def test_no_batch_of_a_tight_long_promise_is_shorter_before_its_end(spp: int) -> None:
+    """The last batch is short, so that the promise holds with less than the drain behind stage 0.
+
+    Shorter batches would take more time: each has an overhead.
+    """
+    alone, tight = (Driven(scheduler(topology(spp=spp), batch_s=0.02)) for _ in range(2))
+    alone.submit([request("long", 48_500 * spp, within_s=100.0, promised=True)])
+    alone.run()
+    within_s = alone.first_s["long"] + 0.02
+    tight.submit([request("long", 48_500 * spp, within_s=within_s, promised=True)])
+    tight.run()
+    assert tight.in_time("long")
+
+
 def test_a_promise_that_is_lost_anyway_shortens_batches_no_further() -> None:
     driven = Driven(scheduler(topology(spp=2)))
     driven.submit([request("lost", 10_000, within_s=0.3, promised=True)])

@@ -231,7 +231,7 @@ class BatchBuilder:
             draft.waits[group] = self.waiting[group].ready_count > 0
         if True in draft.waits.values():
             if self.spp > 1:
-                self._hurry(draft)
+                self._hurry(draft, now)
             self._fill(draft, now)
             if not draft.chunks:
                 alone = limit_s >= budget_s and not self.running.in_groups(group_set)
@@ -257,16 +257,20 @@ class BatchBuilder:
                 most_s = max(most_s, self.spp * load.seconds())
         return most_s
 
-    def _hurry(self, draft: BatchDraft) -> None:
-        """Shorten a batch in a pipeline that a promise behind it would wait for too long.
+    def _hurry(self, draft: BatchDraft, now: float) -> None:
+        """Shorten a batch in a pipeline that a promise due soon would wait for too long.
 
         Routers leave a promise `least_drain_s` behind stage 0; the longest batches take `drain_s`.
+        A batch that ends before those ahead of it have left the next stages delays nothing. Long
+        before the end of a long prompt, shorter batches cost it more than they win.
         """
-        promises = self.promises
-        least_s = min([self.waiting[group].rows.least_promised_s for group in draft.group_set])
+        promises, groups = self.promises, draft.group_set
+        soon_s = now + promises.long_s
+        least_s = min([promises.least_before_s(group, soon_s) for group in groups])
         if least_s < 0.0:
             drain_s = max(promises.drain_s + least_s, promises.least_drain_s)
-            draft.target_s = min(draft.target_s, drain_s / (self.spp - 1))
+            covered_s = min([self.in_flight.covered_s(group, now) for group in groups])
+            draft.target_s = min(draft.target_s, max(drain_s / (self.spp - 1), covered_s))
 
     # --- decodes ----------------------------------------------------------------------------------
 

@@ -174,6 +174,15 @@ class PromiseSet:
             least_s = min(least_s, span_s)
         return least_s
 
+    def least_before_s(self, group: int, due_s: float) -> float:
+        """Return the least margin of the promises due before `due_s`, as `update` computed it."""
+        waiting = self.waiting[group]
+        rows = waiting.rows
+        if rows.least_promised_s >= 0.0:  # of nearly all
+            return rows.least_promised_s
+        places = waiting.promised[: rows.first_due(due_s)].nonzero()[0].tolist()
+        return min([rows.margin_s(place) for place in places], default=math.inf)
+
     def count_arrival(self, work_by_group: dict[int, float], now: float) -> None:
         """Count a request: short ones determine the share of time kept free for more."""
         for group, work_s in work_by_group.items():

@@ -419,6 +419,14 @@ class InFlightBatches:
         end_s = self.by_number[numbers[-1]].ends_s[-1]
         return max(free_s, end_s - now - drain_s)
 
+    def covered_s(self, group: int, now: float) -> float:
+        """Return how long a batch that starts now may be and find no later stage idle."""
+        numbers = self.numbers_by_group.get(group)
+        if not numbers:
+            return 0.0
+        ends_s = self.by_number[numbers[-1]].ends_s
+        return min([(ends_s[stage] - now) / stage for stage in range(1, self.spp)])
+
     def oldest(self, group: int) -> int | None:
         """Return the number of the oldest batch in flight on `group`."""
         numbers = self.numbers_by_group.get(group)
