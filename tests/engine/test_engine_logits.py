@@ -183,16 +183,28 @@ def test_dynamic_ntk_keeps_the_base_of_admission(checkpoint: Folder, oracle: Ora
     assert difference(first[150:], whole[:150]) > 100 * TOLERANCE
 
 
-def test_bfloat16_stays_near_float32(tiny: pathlib.Path, oracle: Oracle) -> None:
-    """bfloat16 has 8 bits: a logit may be off by a few percent of their spread, on average less
-    than transformers' own bfloat16 plus a tenth."""
+def test_bfloat16_stays_within_its_roundings(tiny: pathlib.Path) -> None:
+    """A rounding to bfloat16 changes a number by at most 2⁻⁸ of it. The bound is the error of
+    transformers in float32, on the rounded weights, if all that enters and leaves a module changes
+    by up to as much at random: at more places than the engine rounds, and by more on average."""
     tokens = recalling(300, 512, seed=1)
     actual = prefill(SoloEngine(tiny, pages=8, dtype=torch.bfloat16), 1, tokens, 120, 1)
-    expected = oracle(tiny, tokens)
-    theirs = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny, dtype=torch.bfloat16, attn_implementation="eager"
+    ).float()
+    generator = torch.Generator().manual_seed(1)
+
+    def rough(part: object) -> object:
+        if not isinstance(part, torch.Tensor) or not part.is_floating_point():
+            return part
+        return part * (1 + 2**-8 * (2 * torch.rand(part.shape, generator=generator) - 1))
+
     with torch.inference_mode():
-        rough = theirs(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].float()
-    off = (actual - expected).square().mean().sqrt() / expected.std()
-    their_off = (rough - expected).square().mean().sqrt() / expected.std()
-    assert off < 1.1 * their_off
-    assert off < 0.1
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        expected = model(ids).logits[0]
+        for name, module in model.named_modules():
+            if "rotary" not in name and (name.count(".") == 2 or not list(module.children())):
+                module.register_forward_pre_hook(lambda _, given: tuple(map(rough, given)))
+                module.register_forward_hook(lambda _, _given, out: rough(out))
+        bound = (model(ids).logits[0] - expected).square().mean().sqrt()
+    assert (actual - expected).square().mean().sqrt() < bound < 0.02 * expected.std()
