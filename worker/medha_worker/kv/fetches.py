@@ -103,26 +103,19 @@ class _Fetch:
     reads: list[PageRead]
     read_bytes: int = 0
     error: str = ""
-    stuck_at: float = 0.0  # after an error: when unfinished reads are cut off
 
 
 class Fetches:
     """Reads of all moves of a rank. Belongs to the mover's thread.
 
     Each move reads at least two layers ahead, and more up to `readahead_bytes`: a fast link
-    finishes a few pages between polls. A failed move waits `patience_s` for its reads to end, then
-    resets the connection to their source, which ends them. `moved_bytes` counts finished reads.
+    finishes a few pages between polls. A failed move waits until its reads end, which they do if
+    their source continues or dies. `moved_bytes` counts finished reads.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        pool: PagePool,
-        readahead_bytes: int = 64 << 20,
-        patience_s: float = 1.0,
-    ) -> None:
+    def __init__(self, transfer: Transfer, pool: PagePool, readahead_bytes: int = 64 << 20) -> None:
         self._transfer, self._pool, self._readahead_bytes = transfer, pool, readahead_bytes
-        self._patience_s, self.moved_bytes = patience_s, 0
+        self.moved_bytes = 0
         self._fetches: dict[int, _Fetch] = {}
 
     @property
@@ -139,31 +132,28 @@ class Fetches:
             fetch.error = f"{len(order.digests)} digest bytes came for {count} pages"
         self._fetches[order.move.id] = fetch
 
-    def cancel(self, move: int, reason: str, now: float) -> None:
+    def cancel(self, move: int, reason: str) -> None:
         """Stop reading; `advance` reports the move once all its reads are terminal. Ignores
         unknown moves."""
         fetch = self._fetches.get(move)
         if fetch is not None:
-            self._fail(fetch, reason, now)
+            self._fail(fetch, reason)
 
     def advance(self, now: float) -> list[Fetched]:
         """Poll reads, request further layers, and return the moves that ended."""
         over = []
         for move, fetch in list(self._fetches.items()):
-            self._poll(fetch, now)
+            self._poll(fetch)
             if now > fetch.until:
-                self._fail(fetch, f"lease of {fetch.order.lease_s:g} s ran out", now)
+                self._fail(fetch, f"lease of {fetch.order.lease_s:g} s ran out")
             if not fetch.error:
-                self._request(fetch, now)
-            elif fetch.reads and now >= fetch.stuck_at:
-                self._transfer.reset(fetch.order.move.source)
-                self._poll(fetch, now)
+                self._request(fetch)
             if not fetch.reads and (fetch.error or fetch.next_layer >= self._pool.layers.stop):
                 del self._fetches[move]
                 over.append(self._judged(fetch, now))
         return over
 
-    def _poll(self, fetch: _Fetch, now: float) -> None:
+    def _poll(self, fetch: _Fetch) -> None:
         going: list[PageRead] = []
         for read in fetch.reads:
             state = read.state()
@@ -176,10 +166,10 @@ class Fetches:
                 fetch.read_bytes += read_bytes
                 self.moved_bytes += read_bytes
             else:
-                self._fail(fetch, "a read failed: the source is gone or refused it", now)
+                self._fail(fetch, "a read failed: the source is gone or refused it")
         fetch.reads = going
 
-    def _request(self, fetch: _Fetch, now: float) -> None:
+    def _request(self, fetch: _Fetch) -> None:
         move = fetch.order.move
         readahead = max(
             2, self._readahead_bytes // max(1, len(move.to_pages) * self._pool.page_bytes)
@@ -193,11 +183,10 @@ class Fetches:
                 )
                 fetch.next_layer += 1
         except EngineError as error:
-            self._fail(fetch, str(error), now)
+            self._fail(fetch, str(error))
 
-    def _fail(self, fetch: _Fetch, reason: str, now: float) -> None:
-        if not fetch.error:
-            fetch.error, fetch.stuck_at = reason, now + self._patience_s
+    def _fail(self, fetch: _Fetch, reason: str) -> None:
+        fetch.error = fetch.error or reason
 
     def _judged(self, fetch: _Fetch, now: float) -> Fetched:
         move = fetch.order.move

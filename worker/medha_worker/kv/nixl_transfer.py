@@ -3,8 +3,7 @@
 Descriptors of both pools are prepared once per peer from addresses that the peer sent over our own
 link; a read then names indices only. NIXL's agent metadata is opaque and travels on the
 authenticated link. NIXL refuses addresses that the peer did not register. There is no progress
-thread, which would spin on a core: `progress` is called while this rank reads or is read. No other
-module imports nixl.
+thread, which would spin on a core: the mover calls `progress`. No other module imports nixl.
 """
 
 from __future__ import annotations
@@ -48,43 +47,40 @@ class NixlTransfer:
             self._registered = self._nixl.register_memory(regions, self._memory)
             self.metadata: bytes = self._nixl.get_agent_metadata()
             self._own = self._prepare("NIXL_INIT_AGENT", pool.bases, pool.pages)
-        self._known: dict[int, Peer] = {}
         self._peers: dict[int, _Remote] = {}
 
     def connect(self, peer: Peer) -> None:
         check_peer(peer, self._pool)
+        known = self._peers.get(peer.group)
+        if known is not None and known.peer == peer:
+            return
         self.disconnect(peer.group)
-        self._reach(peer)
-        self._known[peer.group] = peer
-
-    def _reach(self, peer: Peer) -> _Remote:
         try:
             name = self._nixl.add_remote_agent(peer.metadata)
-            known = name.decode() if isinstance(name, bytes) else str(name)
-            if known != peer.agent:
-                raise EngineError(f"metadata of agent {peer.agent} is that of {known}: refused")
-            pages = self._prepare(known, peer.bases, peer.pages)
+        except _ERRORS as error:
+            raise EngineError(f"metadata of agent {peer.agent} is refused: {error}") from None
+        agent = name.decode() if isinstance(name, bytes) else str(name)
+        remote = _Remote(self._nixl, peer, agent)
+        try:
+            if agent != peer.agent:
+                raise EngineError(f"metadata of agent {peer.agent} is that of {agent}: refused")
+            remote.pages = self._prepare(agent, peer.bases, peer.pages)
+            self._peers[peer.group] = remote
         except _ERRORS as error:
             raise EngineError(f"agent {peer.agent} cannot be reached: {error}") from None
-        remote = self._peers[peer.group] = _Remote(peer, known, pages)
-        return remote
+        finally:
+            if self._peers.get(peer.group) is not remote:
+                remote.leave()
 
     def disconnect(self, group: int) -> None:
-        self._known.pop(group, None)
-        self.reset(group)
-
-    def reset(self, group: int) -> None:
-        """Close the endpoint, the only certain way to end reads: after NIXL's cancel data may
-        still land."""
         remote = self._peers.pop(group, None)
         if remote is not None:
-            with contextlib.suppress(*_ERRORS):  # it may be gone already
-                remote.pages.release()
-                self._nixl.remove_remote_agent(remote.agent)
+            remote.leave()
 
     def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
-        peer = check_read(self._pool, self._known.get(group), group, layer, theirs, ours)
-        remote = self._peers.get(group) or self._reach(peer)
+        remote = self._peers.get(group)
+        peer = check_read(self._pool, remote.peer if remote else None, group, layer, theirs, ours)
+        assert remote is not None
         row = layer - self._pool.layers.start
         try:
             handle = self._nixl.make_prepped_xfer(
@@ -95,9 +91,9 @@ class NixlTransfer:
                 _indices(theirs, row * peer.pages),
                 b"",
             )
-            return _NixlRead(self._nixl, handle)
+            return _NixlRead(self._nixl, handle, remote)
         except _ERRORS as error:
-            raise EngineError(f"agent {remote.agent} refuses a read: {error}") from None
+            raise EngineError(f"agent {peer.agent} refuses a read: {error}") from None
 
     def progress(self) -> None:
         """Drive transfers that need this end's CPU."""
@@ -106,11 +102,11 @@ class NixlTransfer:
 
     def close(self) -> None:
         """Disconnect from all peers and deregister the memory."""
-        for group in list(self._known):
+        for group in list(self._peers):
             self.disconnect(group)
-        with contextlib.suppress(*_ERRORS):  # the process is ending
-            self._own.release()
-            self._nixl.deregister_memory(self._registered)
+        for end in (self._own.release, lambda: self._nixl.deregister_memory(self._registered)):
+            with contextlib.suppress(*_ERRORS):  # the process is ending
+                end()
 
     def _prepare(self, agent: str, bases: Sequence[int], pages: int) -> Any:
         """Prepare a descriptor per (layer, page): index = layer × pages + page."""
@@ -129,16 +125,42 @@ class NixlTransfer:
 
 
 class _Remote:
-    def __init__(self, peer: Peer, agent: str, pages: Any) -> None:
-        self.peer, self.agent, self.pages = peer, agent, pages
+    """A peer's agent. If it leaves, it is removed once its last read has ended: data of a read that
+    is cancelled, or whose endpoint is closed, may still land."""
+
+    def __init__(self, nixl: Any, peer: Peer, agent: str) -> None:
+        self._nixl, self.peer, self._agent = nixl, peer, agent
+        self.pages: Any = None
+        self._reads, self._left = 0, False
+
+    def begin(self) -> None:
+        self._reads += 1
+
+    def end(self) -> None:
+        self._reads -= 1
+        self._remove_if_over()
+
+    def leave(self) -> None:
+        self._left = True
+        self._remove_if_over()
+
+    def _remove_if_over(self) -> None:
+        if not self._left or self._reads:
+            return
+        if self.pages is not None:
+            with contextlib.suppress(*_ERRORS):  # NIXL frees the rest with the agent
+                self.pages.release()
+        with contextlib.suppress(*_ERRORS):  # it may be gone already
+            self._nixl.remove_remote_agent(self._agent)
 
 
 class _NixlRead:
     """A posted request; polled until terminal, then its state is kept."""
 
-    def __init__(self, agent: Any, handle: Any) -> None:
-        self._agent, self._handle = agent, handle
+    def __init__(self, agent: Any, handle: Any, remote: _Remote) -> None:
+        self._agent, self._handle, self._remote = agent, handle, remote
         self._state = self._state_of(agent.transfer(handle))
+        remote.begin()
 
     def state(self) -> ReadState:
         if self._state is ReadState.PENDING:
@@ -151,6 +173,7 @@ class _NixlRead:
     def close(self) -> None:
         with contextlib.suppress(*_ERRORS):  # NIXL frees the rest with the agent
             self._handle.release()
+        self._remote.end()
 
     @staticmethod
     def _state_of(status: str) -> ReadState:

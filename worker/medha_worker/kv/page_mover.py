@@ -1,8 +1,9 @@
 """The thread that moves KV pages in the background while chunks run.
 
 It owns the Transfer: connects peers, computes digests of leased pages, reads fetched pages, and
-serves peers' reads. Other threads enqueue orders; results go to `report`. It is idle when nothing
-moves. The step thread has checked page ownership before (`page_leases`, `fetches.MoveTargets`).
+serves peers' reads. Other threads enqueue orders; results go to `report`. It polls seldom when
+nothing moves. The step thread has checked page ownership before (`page_leases`,
+`fetches.MoveTargets`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from medha_worker.kv.transfer import PagePool, Transfer, digests
 # Between two polls while a move runs (no wait after a poll that saw progress), and while none does.
 _POLL_S = 0.0005
 _IDLE_S = 0.25
+# How long polls go on as in a move: reads of a move that was cancelled need both ends to end.
+_AFTERWARDS_S = 1.0
 
 _LOG = logging.getLogger("medha.transfer")
 
@@ -48,7 +51,7 @@ class PageMover:
         self._report, self._failed, self._checked = report, failed, checked
         self._fetches = Fetches(transfer, pool)
         self._granted: set[int] = set()
-        self._seen_bytes = 0
+        self._seen_bytes, self._moving_until = 0, 0.0
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
 
@@ -82,17 +85,14 @@ class PageMover:
 
     def cancel(self, move: int) -> None:
         """Stop reading a move; reports Fetched(ok=False) once all reads are terminal."""
-        self._orders.put(
-            lambda: self._fetches.cancel(move, "the move was withdrawn", time.monotonic())
-        )
+        self._orders.put(lambda: self._fetches.cancel(move, "the move was withdrawn"))
 
     def _run(self) -> None:
         try:
             # On the stream of the steps, each page's digest would wait for the batches launched.
             with own_stream(self._pool.page(self._pool.layers.start, 0).device):
                 while self._run_orders():
-                    if self._fetches.busy or self._granted:
-                        self._transfer.progress()
+                    self._transfer.progress()
                     for fetched in self._fetches.advance(time.monotonic()):
                         self._copies.landed(fetched.move, fetched.ok)
                         self._report(fetched)
@@ -103,8 +103,11 @@ class PageMover:
 
     def _run_orders(self) -> bool:
         """Run queued orders, or wait a moment. Returns False when the thread must stop."""
-        moving = self._fetches.busy or bool(self._granted)
+        now = time.monotonic()
+        if self._fetches.busy or self._granted:
+            self._moving_until = now + _AFTERWARDS_S
         seen, self._seen_bytes = self._seen_bytes, self._fetches.moved_bytes
+        moving = now < self._moving_until
         wait_s = 0.0 if seen != self._seen_bytes else _POLL_S if moving else _IDLE_S
         try:
             order = self._orders.get(timeout=wait_s)

@@ -69,13 +69,10 @@ class Transfer(Protocol):
         ...
 
     def disconnect(self, group: int) -> None:
-        """Remove the group's rank: its reads fail. Ignores unknown groups."""
-        ...
+        """Forget the group's rank; ignores unknown groups.
 
-    def reset(self, group: int) -> None:
-        """Break the connection, so that reads from the group end at once and no data lands later.
-
-        The next read connects again.
+        Its reads in progress end as if it were connected: only that ensures that no data lands
+        later.
         """
         ...
 
@@ -87,7 +84,8 @@ class Transfer(Protocol):
         ...
 
     def progress(self) -> None:
-        """Drive reads that need this end's CPU: its own and its peers'."""
+        """Drive reads that need this end's CPU, its own and its peers', and take in what ended: a
+        socket that its client closed stays open until then."""
         ...
 
     def close(self) -> None: ...
@@ -168,7 +166,6 @@ class MemoryTransfer:
         self.agent, self.metadata = agent, agent.encode()
         self._pool, self._world = pool, world
         self._peers: dict[int, Peer] = {}
-        self._resets: dict[int, int] = {}
         world.agents[agent] = self
 
     def connect(self, peer: Peer) -> None:
@@ -180,9 +177,6 @@ class MemoryTransfer:
     def disconnect(self, group: int) -> None:
         self._peers.pop(group, None)
 
-    def reset(self, group: int) -> None:
-        self._resets[group] = self._resets.get(group, 0) + 1
-
     def read(self, group: int, layer: int, theirs: Sequence[int], ours: Sequence[int]) -> PageRead:
         peer = check_read(self._pool, self._peers.get(group), group, layer, theirs, ours)
         source = self._world.agents[peer.metadata.decode()]
@@ -193,7 +187,7 @@ class MemoryTransfer:
             (source._pool.page(source._pool.layers[row], a), self._pool.page(layer, b))
             for a, b in zip(theirs, ours, strict=True)
         ]
-        return _MemoryRead(self, peer, copies, self._world)
+        return _MemoryRead(peer, copies, self._world)
 
     def progress(self) -> None:
         """Do nothing: copies need no help of this end."""
@@ -201,29 +195,23 @@ class MemoryTransfer:
     def close(self) -> None:
         self._peers.clear()
 
-    def link(self, group: int) -> tuple[Peer | None, int]:
-        """Return a value that changes whenever the connection to a group changes."""
-        return self._peers.get(group), self._resets.get(group, 0)
-
 
 class _MemoryRead:
     """A read that copies a part of its pages at each poll."""
 
     def __init__(
         self,
-        owner: MemoryTransfer,
         peer: Peer,
         copies: list[tuple[torch.Tensor, torch.Tensor]],
         world: MemoryWorld,
     ) -> None:
-        self._owner, self._peer, self._copies, self._world = owner, peer, copies, world
+        self._peer, self._copies, self._world = peer, copies, world
         self._pages_per_poll = -(-len(copies) // max(1, world.steps))
-        self._link = owner.link(peer.group)
 
     def state(self) -> ReadState:
         if not self._copies:
             return ReadState.DONE
-        if self._peer.agent in self._world.dead or self._link != self._owner.link(self._peer.group):
+        if self._peer.agent in self._world.dead:
             return ReadState.FAILED
         if self._peer.agent in self._world.silent:
             return ReadState.PENDING
