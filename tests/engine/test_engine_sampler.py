@@ -160,16 +160,17 @@ def test_a_history_skips_what_it_knows_and_the_prompt() -> None:
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
     st.integers(0, 40),
     st.sampled_from([0.7, 1.0, 1.3]),
+    st.booleans(),
     st.data(),
 )
 def test_counts_of_overlapping_pieces_penalise_like_those_of_the_whole(
-    tokens: list[int], prompt_tokens: int, repetition: float, data: st.DataObject
+    tokens: list[int], prompt_tokens: int, repetition: float, compiled: bool, data: st.DataObject
 ) -> None:
     settings = Sampling(
         repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=-0.25
     )
     other = Sampling(repetition_penalty=1.6)
-    table = PenaltyTable(VOCAB)
+    table = PenaltyTable(VOCAB, compiled=compiled)
     ended = table.begin(settings, np.array(tokens[::2], dtype=np.int32), 1)
     table.release(ended)  # leaves nothing to the next sequence in its slot
     pieces = table.begin(settings, np.empty(0, np.int32), prompt_tokens)

@@ -1,5 +1,5 @@
-"""The compiled kernels for norms, gated activations and FP8 products, in every instruction set that
-they have, against the same in float64."""
+"""The compiled kernels for norms, gated activations, penalties and FP8 products, in every
+instruction set that they have, against the same in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from medha_worker.model.native_arithmetic import (
     MANY_THREADS,
     NativeArithmetic,
     NativeFp8,
+    NativePenalties,
 )
 
 LANES = pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -47,6 +48,20 @@ def test_norms_are_exact_to_the_last_digits(lanes: int, spread: float) -> None:
     expected = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     result = NativeArithmetic(EPS, lanes).norm(x, weight)
     torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=1e-30)
+
+
+@LANES
+@pytest.mark.parametrize("size", [1, 15, 16, 97, 1000])
+@pytest.mark.parametrize("factor", [1e-6, 0.7, 1.0, 1.3])
+def test_penalties_are_exact_to_the_last_digits(lanes: int, size: int, factor: float) -> None:
+    scores, seen = drawn(size), drawn(size) > 0
+    scores[::7] = -math.inf
+    counts = torch.arange(size, dtype=torch.float32) % 4 * seen
+    factors = torch.where(seen, factor, 1.0)
+    expected = torch.where(scores < 0, scores.double() * factors, scores.double() / factors)
+    expected -= 0.5 * (counts > 0) - 0.25 * counts
+    NativePenalties(lanes)(scores, factors, counts, factor < 1.0, 0.5, -0.25)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @LANES

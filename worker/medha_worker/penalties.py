@@ -19,19 +19,23 @@ import torch
 
 from medha.messages.fields import Sampling
 from medha_worker.device import CPU, ComputeDevice
+from medha_worker.model.native_arithmetic import NativePenalties
 
 # A lower repetition penalty counts as this: float32 takes it for 0, by which it cannot divide.
 LEAST_FACTOR = 1e-6
 
 
 class PenaltyTable:
-    """Tables of the sequences with penalties; they grow by doubling."""
+    """Tables of the sequences with penalties; they grow by doubling.
 
-    def __init__(self, vocab: int, device: ComputeDevice = CPU) -> None:
+    On a CPU a compiled kernel applies them, unless `compiled` is False.
+    """
+
+    def __init__(self, vocab: int, device: ComputeDevice = CPU, *, compiled: bool = True) -> None:
         self.vocab, self.device = vocab, device
+        self._native = NativePenalties() if compiled and device.at.type == "cpu" else None
         self._factor = torch.ones((0, vocab), device=device.at)
         self._output = torch.zeros((0, vocab), device=device.at)
-        self._scratch = torch.empty((0, vocab), device=device.at)
         self._free: list[int] = []
 
     @torch.inference_mode()
@@ -76,10 +80,15 @@ class PenaltyTable:
         A repetition penalty multiplies the negative scores of its tokens and divides the others.
         Presence and frequency penalties are subtracted, as in OpenAI's API.
         """
-        if len(rows) == 1:  # no copies
-            row, slot = rows[0], counts[0].slot
-            factor, output = self._factor[slot : slot + 1], self._output[slot : slot + 1]
-            self._change(scores[row : row + 1], factor, output, counts)
+        if self._native is not None:
+            for row, sequence in zip(rows, counts, strict=True):
+                own, slot = sequence.sampling, sequence.slot
+                self._native(
+                    *(scores[row], self._factor[slot], self._output[slot]),
+                    raises=own.repetition_penalty < 1.0,
+                    once=own.presence_penalty,
+                    per_time=own.frequency_penalty,
+                )
             return
         at, slots = self.device.upload(
             np.array(rows, dtype=np.int64),
@@ -102,20 +111,16 @@ class PenaltyTable:
         presence = np.array([[s.presence_penalty] for s in settings], dtype=np.float32)
         frequency = np.array([[s.frequency_penalty] for s in settings], dtype=np.float32)
         raises, once, per_time = self.device.upload(repetition < 1.0, presence, frequency)
-        if len(self._scratch) < len(scores):
-            self._scratch = torch.empty_like(scores)
-        scratch = self._scratch[: len(scores)]
         if (repetition != 1.0).any():
             # Of product and quotient, the lower one counts if the factor is above 1.
-            torch.mul(scores, factor, out=scratch)
+            product = scores * factor
             scores.div_(factor)
-            higher = torch.maximum(scores, scratch) if (repetition < 1.0).any() else None
-            torch.minimum(scores, scratch, out=scores)
+            higher = torch.maximum(scores, product) if (repetition < 1.0).any() else None
+            torch.minimum(scores, product, out=scores)
             if higher is not None:
                 torch.where(raises, higher, scores, out=scores)
         if presence.any():
-            torch.clamp(output, max=1.0, out=scratch)
-            scores.addcmul_(scratch, once, value=-1.0)
+            scores.addcmul_(output.clamp(max=1.0), once, value=-1.0)
         if frequency.any():
             scores.addcmul_(output, per_time, value=-1.0)
 

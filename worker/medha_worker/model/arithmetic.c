@@ -1,5 +1,5 @@
-/* Norms and gated activations of rows in float32, each in one pass: torch takes several, and its
-   exponential a scalar at a time where rows are not contiguous. Products of few rows with FP8
+/* Norms, gated activations and penalties of rows in float32, each in one pass: torch takes several,
+   and its exponential a scalar at a time where rows are not contiguous. Products of few rows with FP8
    weights, which are widened in registers. Plain C: no Python, no torch; native_arithmetic.py checks
    all inputs. The instruction set is chosen at each call. */
 
@@ -68,4 +68,13 @@ void medha_fp8(const float *x, int64_t rows, int64_t step, int64_t parts, const 
                int64_t width)
 {
     CALL(fp8, width, x, rows, step, parts, numbers, outputs, scales, of_output, out);
+}
+
+/* Penalties of one row of `size` scores, in place: by the repetition penalty of each token, the
+   smaller of product and quotient (if it `raises`, the larger); `once` from tokens with a count, and
+   `each` times it. */
+void medha_penalised(float *score, const float *factor, const float *count, int64_t size,
+                     int64_t raises, double once, double each, int64_t width)
+{
+    CALL(penalised, width, score, factor, count, size, raises, (float)once, (float)each);
 }

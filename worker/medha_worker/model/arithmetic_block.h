@@ -1,4 +1,4 @@
-/* Norms, gated activations and FP8 products for one vector width. arithmetic.c includes this once per instruction
+/* Norms, gated activations, penalties and FP8 products for one vector width. arithmetic.c includes this once per instruction
    set, with WIDTH, TARGET, EACH and SET(x) of lanes.h. */
 
 #include "../attention/lanes.h"
@@ -35,6 +35,19 @@ TARGET static void SET(norm)(const float *x, int64_t rows, int64_t size, const f
         const float scale = 1 / sqrtf(squares / size + eps);
         for (int64_t i = 0; i < size; i += WIDTH)
             *(lanes *)(out + i) = *(const lanes *)(x + i) * scale * *(const lanes *)(weight + i);
+    }
+}
+
+TARGET static void SET(penalised)(float *restrict score, const float *restrict factor,
+                                  const float *restrict count, int64_t size, int64_t raises,
+                                  float once, float each)
+{
+    for (int64_t i = 0; i < size; i++) {
+        const float product = score[i] * factor[i], quotient = score[i] / factor[i];
+        const float less = product < quotient ? product : quotient;
+        const float more = product < quotient ? quotient : product;
+        const float some = count[i] < 1 ? count[i] : 1;
+        score[i] = (raises ? more : less) - some * once - count[i] * each;
     }
 }
 

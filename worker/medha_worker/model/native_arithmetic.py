@@ -1,4 +1,5 @@
-"""Norms, gated activations and products with FP8 weights on a CPU: the kernels of arithmetic.c.
+"""Norms, gated activations, penalties and products with FP8 weights on a CPU: the kernels of
+arithmetic.c.
 
 Every pointer passed to a kernel refers to a tensor checked here. Other types, sizes and layouts
 are left to torch, and so is a process of many threads, among which torch shares the work.
@@ -73,6 +74,36 @@ def _served(x: torch.Tensor) -> bool:
         and x.shape[-1] % LANES == 0
         and torch.get_num_threads() < MANY_THREADS
     )
+
+
+class NativePenalties:
+    """The compiled kernel for penalties on repeated tokens (see `penalties`)."""
+
+    def __init__(self, lanes: int = LANES) -> None:
+        self._lanes = lanes
+        self._penalised = load(
+            LIBRARY,
+            "medha_penalised",
+            *(POINTER, POINTER, POINTER, NUMBER, NUMBER, ctypes.c_double, ctypes.c_double, NUMBER),
+        )
+
+    def __call__(
+        self,
+        scores: torch.Tensor,
+        factor: torch.Tensor,
+        output: torch.Tensor,
+        raises: bool,
+        once: float,
+        per_time: float,
+    ) -> None:
+        """Change a row of scores in place; all rows are [vocab]."""
+        for row in (scores, factor, output):
+            assert row.dtype == torch.float32 and row.is_cpu and row.is_contiguous()
+            assert row.shape == scores.shape and row.ndim == 1
+        self._penalised(
+            *(scores.data_ptr(), factor.data_ptr(), output.data_ptr(), len(scores)),
+            *(raises, once, per_time, self._lanes),
+        )
 
 
 class NativeFp8:
