@@ -25,6 +25,8 @@ SPACE = " \t\r\n"
 MAX_KEY_CHARS = 1024
 MAX_JSON_CHARS = 256 << 10
 """A longer value is a string: to check one takes milliseconds."""
+HELD_CHARS = 4096
+"""Characters of a value that are held as one text: to add to a longer one takes longer."""
 MAX_SCHEMAS = 64
 """Schemas that are read for the types of one argument."""
 TYPES: dict[str, tuple[type, ...]] = {
@@ -50,6 +52,7 @@ class TaggedArguments:
             given = schema.get(field) if isinstance(schema, dict) else None
             self._definitions |= given if isinstance(given, dict) else {}
         self._text = ""
+        self._held: list[str] = []  # what stands before `_text` in a value that is no string
         self._searched = 0  # no mark begins before
         self._last = ""  # character before `_text` in a value
         self._keys: set[str] = set()
@@ -74,8 +77,9 @@ class TaggedArguments:
         """Return the JSON that is missing when the model ends its output in the call."""
         pieces = []
         if self._key is not None:
-            value, mark, after = self._text.rpartition(FUNCTION_ENDS)
-            whole = value if mark and not after.strip(SPACE) else self._text
+            text = "".join((*self._held, self._text))
+            value, mark, after = text.rpartition(FUNCTION_ENDS)
+            whole = value if mark and not after.strip(SPACE) else text
             pieces = [self._open_value(self._key) or "", self._end_value(self._key, whole)]
         return "".join(pieces) + self._close("")
 
@@ -116,7 +120,8 @@ class TaggedArguments:
         at, size = self._search(key)
         if size is None:
             return self._part(at)
-        value, self._text = self._text[:at], self._text[at + size :]
+        value = "".join((*self._held, self._text[:at]))
+        self._held, self._text = [], self._text[at + size :]
         return self._end_value(key, value)
 
     def _open_value(self, key: str) -> str | None:
@@ -177,14 +182,17 @@ class TaggedArguments:
         return (self._text[at - 1] if at else self._last) == "\n"
 
     def _part(self, end: int) -> str | None:
-        """Release what has come of a string, but what may be its end."""
-        self._searched = end
-        if not self._string:
-            return None
+        """Release what has come of a string, or hold that of a value, but what may be its end."""
         part = self._text[:end].removesuffix("\n")
         self._text, self._searched = self._text[len(part) :], end - len(part)
         self._last = part[-1:] or self._last
-        return _inner(part) if part else None
+        if self._string:
+            return _inner(part) if part else None
+        if self._held and len(self._held[-1]) < HELD_CHARS:
+            self._held[-1] += part
+        else:
+            self._held.append(part)
+        return None
 
     def _name(self, key: str) -> str:
         opening = ", " if self._keys else "{"
