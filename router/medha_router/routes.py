@@ -103,13 +103,12 @@ def _serve_generations(
         params = await bodies.params(request, kind, GenerationParams)
 
         def make_builder(client_request: ClientRequest) -> ResponseBuilder:
-            outputs = range(len(client_request.generations)) if chat else ()
             return ResponseBuilder(
                 chat=chat,
                 id=client_request.id,
                 model=client_request.params.model,
                 created=client_request.created,
-                parsers=[client_request.parser(index) for index in outputs],
+                make_parser=client_request.parser if chat else None,
                 names_ids=params.names_ids,
                 shown_id=params.client_id,
             )

@@ -10,6 +10,8 @@ import openai
 import pytest
 from tests.router.conftest import HERMES
 
+from medha.messages import Grant
+
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
 PATIENT_S = 30.0
@@ -113,6 +115,45 @@ def test_calls_are_read_in_the_form_of_the_version_that_writes_them(
     old.draining = True
     client.join(PATIENT_S)
     assert [call.function.name for call in answers[0].choices[0].message.tool_calls] == ["f"]
+
+
+def test_an_output_is_read_as_its_own_version_writes_it_though_another_began_earlier(
+    running_with: Routers, eventually: Eventually
+) -> None:
+    running = running_with(models=(), learn=True)
+    old = running.open("r0", template=HERMES)
+    old.granting = False
+    call = "<tool_call><function=f></function></tool_call>"
+    chunks: list[Any] = []
+
+    def read() -> None:
+        chunks.extend(
+            running.client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": f"say {call}"}],
+                tools=[{"type": "function", "function": {"name": "f"}}],
+                n=2,
+                stream=True,
+            )
+        )
+
+    client = threading.Thread(target=read)
+    client.start()
+    eventually(lambda: len(old.heads) == 2, PATIENT_S)
+    first = old.heads[0].id
+    old.tell(Grant((first,)))
+    eventually(lambda: chunks, PATIENT_S)
+    joined(running, eventually, template=HERMES.replace(b'{"name": "', b"<function={{ '' }}"))
+    old.draining = True
+    client.join(PATIENT_S)
+    deltas = [(chunk.choices[0].index, chunk.choices[0].delta) for chunk in chunks]
+    called = {
+        index: call.function.name
+        for index, delta in deltas
+        for call in delta.tool_calls or ()
+        if call.function.name
+    }
+    assert called == {1 - int(first[-1]): "f"}  # the old template teaches another form
 
 
 def test_a_request_with_output_finishes_on_its_version(

@@ -213,7 +213,7 @@ class OpenAiResponse(GenerationResponse):
         self._builder: ResponseBuilder | None = None
         self._open_generations = 0
         self._echoed: set[int] = set()
-        self._prompt_ids: list[msgspec.Raw] = []
+        self._prompt_ids: dict[tuple[int, str], msgspec.Raw] = {}  # by place and version
         self._taken_ids: dict[int, int] = {}
         self._held_ids: dict[int, list[int]] = {}
 
@@ -256,13 +256,10 @@ class OpenAiResponse(GenerationResponse):
         builder = self._builder = self._make_builder(request)
         self._open_generations = len(request.generations)
         ids: dict[str, Any] = {}
-        if self._params.token_ids:
-            for generation in request.generations[:: self._params.n]:
-                parts = await in_turns(json_ids(from_bytes(generation.prompt.tokens)))
-                self._prompt_ids.append(msgspec.Raw(b"".join(parts)))
-            ids = {"prompt_token_ids": self._prompt_ids[0]}
         if not self._params.chat:
             return b""
+        if self._params.token_ids:
+            ids = {"prompt_token_ids": await self._write_prompt_ids(request, 0)}
         usage = self._usage_so_far(request, begun=False)
         first, *others = request.generations
         return b"".join(
@@ -312,11 +309,25 @@ class OpenAiResponse(GenerationResponse):
         self._taken_ids[index] = len(request.generations[index].output.tokens)
         fields: dict[str, Any] = {"token_ids": held}
         if not (begun or self._params.chat):
-            fields["prompt_token_ids"] = self._prompt_ids[index // self._params.n]
+            fields["prompt_token_ids"] = self._prompt_ids[self._prompt_key(request, index)]
         return fields
+
+    def _prompt_key(self, request: ClientRequest, index: int) -> tuple[int, str]:
+        return index // self._params.n, request.generations[index].version
+
+    async def _write_prompt_ids(self, request: ClientRequest, index: int) -> msgspec.Raw:
+        """Return the JSON of the prompt's tokens, which are those of the output's version."""
+        key = self._prompt_key(request, index)
+        if key not in self._prompt_ids:
+            tokens = from_bytes(request.generations[index].prompt.tokens)
+            self._prompt_ids[key] = msgspec.Raw(b"".join(await in_turns(json_ids(tokens))))
+        return self._prompt_ids[key]
 
     async def _echo(self, request: ClientRequest, deltas: Deltas) -> Deltas:
         echoes: list[tuple[int, Delta]] = []
+        if self._params.token_ids and not self._params.chat:
+            for index in {index for index, _ in deltas} - self._taken_ids.keys():
+                await self._write_prompt_ids(request, index)
         for index in dict.fromkeys(index for index, _ in deltas) if self._params.echo else ():
             if index in self._echoed:
                 continue

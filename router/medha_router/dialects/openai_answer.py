@@ -7,7 +7,7 @@ TTFT). It stands in whole answers and in the last chunk of a stream.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -70,7 +70,8 @@ class TokenIds(msgspec.Struct, frozen=True):
 class ResponseBuilder:
     """Builds the JSON objects of one response, each with its id, model and creation time.
 
-    `shown_id` stands in them, if the client gives one. `parsers` split each choice of a chat. If
+    `shown_id` stands in them, if the client gives one. `make_parser` makes the parser that splits a
+    choice of a chat, when its output begins: until then, its model's version may change. If
     `names_ids`, log probabilities name tokens by id, as vLLM's `return_tokens_as_token_ids` asks.
     """
 
@@ -81,11 +82,12 @@ class ResponseBuilder:
         id: str,
         model: str,
         created: int,
-        parsers: Sequence[OutputParser] = (),
+        make_parser: Callable[[int], OutputParser] | None = None,
         names_ids: bool = False,
         shown_id: str = "",
     ) -> None:
-        self._chat, self._request_id, self._parsers = chat, id, parsers
+        self._chat, self._request_id = chat, id
+        self._make_parser, self._parsers = make_parser, dict[int, OutputParser]()
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{shown_id or id}"
         self._model, self._created = model, created
         self._names_ids = names_ids
@@ -111,7 +113,7 @@ class ResponseBuilder:
         """Return a chunk of text, or nothing if none is decided. `extra`: more top-level fields,
         `fields`: more of the choice."""
         finish = delta.finish
-        plain = self._chat and (not self._parsers or self._parsers[index].plain)
+        plain = self._chat and (self._make_parser is None or self._parser(index).plain)
         further = logprobs or extra or fields
         if finish is None and delta.text and not further and plain:
             return self._text_chunk(index, delta.text)
@@ -140,9 +142,16 @@ class ResponseBuilder:
             TEXT_CHUNK_END,
         )
 
+    def _parser(self, index: int) -> OutputParser:
+        parser = self._parsers.get(index)
+        if parser is None:
+            assert self._make_parser is not None
+            parser = self._parsers[index] = self._make_parser(index)
+        return parser
+
     def _delta_of_parts(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the thinking, the content and the parts of calls that a text completes."""
-        parser = self._parsers[index]
+        parser = self._parser(index)
         pieces = parser.push(delta.text)
         if delta.finish is not None:
             pieces += parser.end(delta.finish)
@@ -178,7 +187,7 @@ class ResponseBuilder:
         return calls
 
     def _finish_with_calls(self, index: int, finish: str | None) -> str | None:
-        return "tool_calls" if finish == "stop" and self._parsers[index].called else finish
+        return "tool_calls" if finish == "stop" and self._parser(index).called else finish
 
     def usage(self, usage: TokenUsage, extra: dict[str, Any]) -> bytes:
         """Return the chunk without choices that `include_usage` requests."""
@@ -204,12 +213,12 @@ class ResponseBuilder:
         yield msgspec.json.encode(head)[:-1] + b',"choices":['
         for index, (text, entries, finish, stop_reason) in enumerate(outputs):
             choice: dict[str, Any] = {"index": index}
-            if self._parsers:
+            if self._make_parser is not None:
                 pieces: list[TextPart] = []
                 for start in range(0, len(text), PARSED_CHARS):
-                    pieces += self._parsers[index].push(text[start : start + PARSED_CHARS])
+                    pieces += self._parser(index).push(text[start : start + PARSED_CHARS])
                     yield b""
-                whole = self._fields_of(index, pieces + self._parsers[index].end(finish))
+                whole = self._fields_of(index, pieces + self._parser(index).end(finish))
                 finish = self._finish_with_calls(index, finish) or finish
                 message = {"role": "assistant", "content": whole.pop("content", None)}
                 message |= {"refusal": None} | whole
