@@ -2,7 +2,7 @@
 
 from medha import compiled
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the ZeroMQ messages; a peer with another version is refused."""
 
 COMPILED = compiled.install()

@@ -149,7 +149,7 @@ class ClientRequest:
         self.promise_s: float | None = None
         self.predicted_s: float | None = None
         self.splits_thinking = False  # from the content
-        self.bad_tokens: dict[str, tuple[int, ...]] = {}  # of bad words, by version
+        self.bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}  # as tokens, by version
         self.held = False  # the model had no replica at arrival or while it waited
         self._deltas: collections.deque[tuple[int, Delta]] = collections.deque()
         self._failure: Exception | None = None

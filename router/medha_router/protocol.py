@@ -19,7 +19,7 @@ import msgspec
 from msgspec import structs
 
 from medha.errors import RequestError
-from medha.messages import GenerationDefaults, Sampling
+from medha.messages import ALLOWED_BIAS, GenerationDefaults, Sampling
 from medha_router.structured import sources
 from medha_router.structured.output_parser import ends_in_thinking
 from medha_router.structured.sources import GrammarSource, RawJson
@@ -30,11 +30,8 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
 MAX_SALT_CHARS = 256
-MAX_BIASED, MAX_BAD_WORDS = 1024, 128
-MAX_BIAS, ALLOWED_BIAS, BAD_BIAS = 100.0, 2048.0, -4096.0
-"""The others are what allowed tokens and bad words get: they leave other tokens, or these, no
-weight at any temperature, and shift a float32 score by less than 0.0002. A bad word that a grammar
-demands still stands: without any token, the output would end there."""
+MAX_BIASED, MAX_BAD_WORDS, MAX_BAD_CHARS = 1024, 128, 4096
+MAX_BIAS = 100.0
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10
@@ -201,7 +198,9 @@ class Body(Unsupported, frozen=True, kw_only=True):
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     logit_bias: Annotated[dict[BiasKey, Bias], msgspec.Meta(max_length=MAX_BIASED)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_BIASED)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_BIASED)] | None
+    ) = None
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
     request_id: RequestName = None
     add_special_tokens: bool | None = None
@@ -294,7 +293,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     `model` is empty if the client names none: the only one that is served.
     `raw` is the JSON of `messages` (`chat`) or `prompt`. If `max_output_tokens` is None, the
     default of the endpoint holds. `sampling.seed` is 0 unless `seeded`; `sampling.stop_tokens`
-    holds only those of the client. `bad_words`: texts of tokens that the output may not have.
+    holds only those of the client. `bad_words`: words that the output may not have.
     `special`: a prompt gets the special tokens of the tokenizer. `kept_tokens`: how many tokens of
     a longer prompt are kept, -1 as many as fit, and at which end. `prompt_logprobs`: of a field of
     their own, without those of `echo`. `continuous_usage`: each chunk has the usage so far.
@@ -617,7 +616,7 @@ def generation_params(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         echo=echo,
-        bad_words=tuple(body.bad_words or ()),
+        bad_words=_bad_words(body.bad_words or ()),
         special=not chat if body.add_special_tokens is None else body.add_special_tokens,
         kept_tokens=None if kept is None else (kept, body.truncation_side or "left"),
         client_id=body.request_id or "",
@@ -739,6 +738,18 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
             param="stop",
         )
     return stops
+
+
+def _bad_words(words: Sequence[str]) -> tuple[str, ...]:
+    chars = sum(map(len, words))
+    if chars > MAX_BAD_CHARS:  # all of them are encoded
+        raise RequestError(
+            f"bad_words has {chars} characters in {len(words)} words: at most {MAX_BAD_CHARS} "
+            "together; give fewer or shorter ones",
+            code="invalid_value",
+            param="bad_words",
+        )
+    return tuple(words)
 
 
 def refuse_unsupported(

@@ -21,15 +21,14 @@ from medha.errors import Refusal, RequestError
 from medha.fleet.admission import attainable_tpot_s
 from medha.fleet.demand import DemandWindow
 from medha.fleet.offers import PlacementOption
-from medha.fleet.prefix_index import salt_of
+from medha.fleet.prefix_index import page_name_parts, salt_of
 from medha.fleet.shared_room import SharedRoom
-from medha.messages import Sampling, from_bytes
+from medha.messages import BAD_BIAS, TOKEN_BYTES, Sampling, from_bytes
 from medha.request import Request
 from medha_router.auth import Client
 from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ModelRegistry, ModelVersion, ServedModel
 from medha_router.protocol import (
-    BAD_BIAS,
     MAX_BIAS,
     MAX_INT64,
     MAX_LOGPROBS,
@@ -47,7 +46,7 @@ from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
-from medha_router.turns import TURN_S
+from medha_router.turns import TURN_S, in_turns
 
 MAX_STOP_TOKENS = 64
 MAX_OUTPUTS = 64
@@ -283,6 +282,8 @@ class Service:
             template_values=params.template_values,
             ending=params.ending,
         )
+        if params.kept_tokens is not None:
+            job = msgspec.structs.replace(job, page_tokens=0)  # they have other pages
         prompts = await self.tokens.encode(job, client_request.client.owner)
         if params.kept_tokens is None:
             return prompts
@@ -292,7 +293,10 @@ class Service:
         special: list[int] = []
         if params.special and version.vocabulary is not None:
             special = version.vocabulary.tokenizer.encode("").ids
-        return tuple(_cut(prompt, most, side, special) for prompt in prompts)
+        kept = [_cut(prompt.tokens, most, side, special) for prompt in prompts]
+        page_bytes = TOKEN_BYTES * version.hello.page_tokens
+        names = [await in_turns(page_name_parts(part, page_bytes, job.salt)) for part in kept]
+        return tuple(Prompt(part, b"".join(parts)) for part, parts in zip(kept, names, strict=True))
 
     async def _encoded(
         self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
@@ -350,8 +354,10 @@ class Service:
             self._config.split_thinking and params.chat and params.grammar is None
         )
         stop_tokens = self._stop_tokens(params, version)
-        bias = _bias(client_request, version, stop_tokens)
-        settings = self._with_defaults(params, version)
+        settings = msgspec.structs.replace(
+            self._with_defaults(params, version), stop_tokens=stop_tokens, grammar=grammar
+        )
+        settings = _without_bad_words(settings, client_request, version)
         seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = self._salt(params.model, _cache_owner(client_request))
         _check_size(params, prompts)
@@ -365,13 +371,7 @@ class Service:
             if slo.tpot_s is None and request.tpot_s < attainable_s:
                 request = msgspec.structs.replace(request, tpot_s=attainable_s)
             for index in range(position * params.n, (position + 1) * params.n):
-                sampling = msgspec.structs.replace(
-                    settings,
-                    seed=(seed + index) & MAX_INT64,
-                    stop_tokens=stop_tokens,
-                    logit_bias=bias,
-                    grammar=grammar,
-                )
+                sampling = msgspec.structs.replace(settings, seed=(seed + index) & MAX_INT64)
                 own_request = msgspec.structs.replace(request, id=f"{client_request.id}.{index}")
                 client_request.generations.append(
                     Generation(
@@ -396,7 +396,8 @@ class Service:
         params = client_request.params
         tool_calls = _tool_calls(params, version, client_request.adapter)
         stop_tokens = self._stop_tokens(params, version)
-        bias = _bias(client_request, version, stop_tokens)
+        sampling = msgspec.structs.replace(generation.sampling, stop_tokens=stop_tokens)
+        sampling = _without_bad_words(sampling, client_request, version)
         least_tpot_s = model.dispatcher.least_tpot_s(prompt.length, version.key)
         generation.request = msgspec.structs.replace(
             generation.request,
@@ -410,12 +411,9 @@ class Service:
                 client_request.slo_class.slo.tpot_s,
             ),
         )
-        generation.sampling = msgspec.structs.replace(
-            generation.sampling, stop_tokens=stop_tokens, logit_bias=bias
-        )
         if params.sampling.prompt_logprobs is not None:
             prompt = _scorable(prompt)
-        generation.prompt_logprobs = []
+        generation.sampling, generation.prompt_logprobs = sampling, []
         generation.output = _output_stream(client_request, version, stop_tokens, prompt)
         generation.tool_calls = tool_calls
         generation.prompt, generation.version = prompt, version.key
@@ -576,31 +574,27 @@ def _check_size(params: GenerationParams, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _cut(prompt: Prompt, most: int, side: str, special: Sequence[int]) -> Prompt:
+def _cut(tokens: bytes, most: int, side: str, special: Sequence[int]) -> bytes:
     """Return the last tokens of a prompt if `side` is left, after `special` ones that open it, else
-    the first ones.
-
-    Pages of what is left have no names: it is computed without the prefix cache.
-    """
-    if prompt.length <= most:
-        return prompt
-    if side == "right":
-        return Prompt(prompt.tokens[: 4 * most], b"")
-    first = from_bytes(prompt.tokens[: 4 * len(special)]).tolist()
+    the first ones."""
+    if side == "right" or len(tokens) <= TOKEN_BYTES * most:
+        return tokens[: TOKEN_BYTES * most]
+    first = from_bytes(tokens[: TOKEN_BYTES * len(special)]).tolist()
     opening = sum(itertools.takewhile(bool, map(operator.eq, first, special)))
     opening = min(opening, most - 1)
-    return Prompt(prompt.tokens[: 4 * opening] + prompt.tokens[-4 * (most - opening) :], b"")
+    return tokens[: TOKEN_BYTES * opening] + tokens[-TOKEN_BYTES * (most - opening) :]
 
 
-def _bias(
-    client_request: ClientRequest, version: ModelVersion, stop_tokens: Sequence[int]
-) -> dict[int, float]:
-    """Return the bias of tokens, which forbids bad words; raises RequestError for a word that is
-    several tokens, or if no allowed token is left."""
-    params = client_request.params
-    if params.bad_words and version.key not in client_request.bad_tokens:
-        client_request.bad_tokens[version.key] = _bad_tokens(params.bad_words, version)
-    bad = client_request.bad_tokens.get(version.key, ())
+def _without_bad_words(
+    sampling: Sampling, client_request: ClientRequest, version: ModelVersion
+) -> Sampling:
+    """Return sampling that forbids bad words, those of one token by a bias; raises RequestError if
+    no allowed token is left."""
+    params, stop_tokens = client_request.params, sampling.stop_tokens
+    if params.bad_words and version.key not in client_request.bad_words:
+        client_request.bad_words[version.key] = _encoded_words(params.bad_words, version)
+    words = client_request.bad_words.get(version.key, ())
+    bad = {word[0] for word in words if len(word) == 1}
     bias = params.sampling.logit_bias | dict.fromkeys(bad, BAD_BIAS)
     check_biased(bias)
     allowed = {token for token, value in params.sampling.logit_bias.items() if value > MAX_BIAS}
@@ -611,27 +605,32 @@ def _bias(
             code="invalid_value",
             param="allowed_token_ids",
         )
-    return bias
+    return msgspec.structs.replace(
+        sampling, logit_bias=bias, bad_words=tuple(word for word in words if len(word) > 1)
+    )
 
 
-def _bad_tokens(words: Sequence[str], version: ModelVersion) -> tuple[int, ...]:
+def _encoded_words(words: Sequence[str], version: ModelVersion) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of words. As in vLLM, a word is also what follows a space."""
     if version.vocabulary is None:
         raise Refusal("no_replica", "the replicas of this model are gone: retry later")
     encode = version.vocabulary.tokenizer.encode
-    tokens: list[int] = []
+    encoded: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
-        bare = word.lstrip(" ")
-        first, spaced = (encode(space + bare, add_special_tokens=False).ids for space in ("", " "))
-        if len(first) != 1:
+        first, spaced = (
+            tuple(encode(space + word.lstrip(" "), add_special_tokens=False).ids)
+            for space in ("", " ")
+        )
+        if not first:
             raise RequestError(
-                f"bad_words[{index}] is {word[:60]!r}, which has {len(first)} tokens: only words "
-                "of one token are supported by this server; leave it out",
-                code="unsupported_value",
+                f"bad_words[{index}] is {word[:60]!r}, which has no tokens: leave it out",
+                code="invalid_value",
                 param=f"bad_words[{index}]",
             )
-        tokens += first + spaced if len(spaced) == 1 else first
-    return tuple(tokens)
+        encoded[first] = None
+        if spaced[-len(first) :] != first:
+            encoded[spaced] = None
+    return tuple(encoded)
 
 
 def _scorable(prompt: Prompt) -> Prompt:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from medha.messages.fields import Sampling
+from medha.messages.fields import ALLOWED_BIAS, Sampling
 from medha_worker.penalties import PenaltyTable, TokenCounts
 from medha_worker.sampler import History, SampledRow, sample, uniform
 
@@ -154,6 +155,33 @@ def test_a_history_skips_what_it_knows_and_the_prompt() -> None:
     history.see(4, np.array([9], dtype=np.int32))
     history.see(5, np.array([9], dtype=np.int32))
     assert (history.emitted, history.known) == ([9, 9], 6)
+
+
+few_tokens = st.integers(0, 3)
+
+
+@given(
+    st.lists(few_tokens, max_size=8),
+    st.lists(st.lists(few_tokens, min_size=2, max_size=4), min_size=1, max_size=9),
+    st.integers(0, 99),
+)
+def test_bad_words_are_those_of_transformers(
+    output: list[int], words: list[list[int]], seed: int
+) -> None:
+    scores = logits(seed=seed)
+    scores[0, :4] += 50.0  # the words' tokens are likely
+    bad = torch.isneginf(NoBadWordsLogitsProcessor(words)(torch.tensor([output]), scores.clone()))
+    history = History(np.array([5, *output], np.int32), prompt_tokens=1)
+    settings = Sampling(temperature=0.0, bad_words=tuple(map(tuple, words)))
+    row = SampledRow(settings, len(output) + 1, len(output), history)
+    left = scores.masked_fill(bad, -1e9)
+    assert sample(scores, [row])[0][0] == int(left.argmax())
+    allowed = dict.fromkeys((0, 2, 3), ALLOWED_BIAS)
+    settings = Sampling(temperature=0.0, bad_words=settings.bad_words, logit_bias=allowed)
+    if bad[0, [0, 2, 3]].all():  # they are all that is allowed
+        left = scores
+    best = max(allowed, key=lambda token: float(left[0, token]))
+    assert sample(scores, [SampledRow(settings, 9, len(output), history)])[0][0] == best
 
 
 @given(

@@ -210,20 +210,17 @@ def test_penalties_count_each_token_that_passes_once() -> None:
     assert rank.sequences[7].counts is None
 
 
-def test_a_sequence_is_constrained_as_long_as_it_runs_with_a_grammar() -> None:
-    class Free:
-        """Grammars without a constraint."""
-
-        def begin(self, sampling: Sampling) -> None:
-            return None
-
-    sequences = Sequences(0, grammars=Free())  # type: ignore[arg-type]
-    begin = start(7, sampling=Sampling(grammar="{}")), start(8)
+@pytest.mark.parametrize("needed", [{"grammar": "{}"}, {"bad_words": ((1, 2),)}])
+def test_a_sequence_needs_its_output_as_long_as_it_has_a_grammar_or_bad_words(
+    needed: dict[str, Any],
+) -> None:
+    sequences = Sequences(0, penalties=PenaltyTable(100))
+    begin = start(7, sampling=Sampling(**needed)), start(8)
     nothing = Batch(1, 0, ())
     sequences.apply(Step(step=1, batch=nothing, tokens=b"", starts=begin))
-    assert sequences.constrained([8, 7]) and not sequences.constrained([8, 9])
+    assert sequences.need_output([8, 7]) and not sequences.need_output([8, 9])
     sequences.apply(Step(step=2, batch=nothing, tokens=b"", starts=(start(7),)))
-    assert not sequences.constrained([8, 7])
+    assert not sequences.need_output([8, 7])
 
 
 @given(st.lists(st.sampled_from(["append", "insert", "remove"]), max_size=12), st.data())

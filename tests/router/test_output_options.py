@@ -13,7 +13,7 @@ import torch
 from tests.router.conftest import END, Running, byte_level_tokenizer
 
 from medha.errors import RequestError
-from medha.messages import from_bytes
+from medha.messages import BAD_BIAS, from_bytes
 from medha_router.tokenization.chat_template import ChatTemplate
 from medha_router.tokenization.detokenizer import OutputStream, Vocabulary
 from medha_worker.sampler import History, SampledRow, sample
@@ -312,18 +312,44 @@ def test_bad_words_of_one_token_are_forbidden(served: Running, byte_level_json: 
     history = History(np.zeros(0, np.int32), 0)
     row = SampledRow(settings, 0, 0, history=history, constraint=grammar)
     assert [token for token, _ in sample(scores, [row])] == [letter] != [END]
-    error = ask(served, bad_words=["b", "ab"]).json()["error"]
-    assert error["param"] == "bad_words[1]" and "'ab', which has 2 tokens" in error["message"]
+
+
+def test_bad_words_of_several_tokens_are_forbidden_after_a_space_too(
+    served: Running, running_with: Any
+) -> None:
+    ask(served, bad_words=["abc", " d", "abc"], logit_bias={"3": 1})
+    tokenizer = Vocabulary(byte_level_tokenizer()).tokenizer
+    letters = {letter: tokenizer.token_to_id(letter) for letter in "abcdĠ"}
+    assert sampling(served).bad_words == (tuple(letters[letter] for letter in "abc"),)
+    assert sampling(served).logit_bias == {3: 1.0, letters["d"]: BAD_BIAS}
+
+    merging = json.loads(byte_level_tokenizer())
+    words = {"Ġa": merging["model"]["vocab"].pop("Ā"), "bc": merging["model"]["vocab"].pop("ā")}
+    merging["model"] |= {
+        "vocab": merging["model"]["vocab"] | words,
+        "merges": [["Ġ", "a"], ["b", "c"]],
+    }
+    running: Running = running_with()
+    running.open(tokenizer=json.dumps(merging).encode())
+    ask(running, bad_words=["abc", " da"])
+    assert sampling(running).bad_words == (
+        (letters["a"], words["bc"]),
+        (words["Ġa"], words["bc"]),
+        (letters["d"], letters["a"]),
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"allowed_token_ids": [259]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids"),
         ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, ""),
         ({"allowed_token_ids": list(range(1024)), "logit_bias": {"2000": 1}}, "logit_bias"),
         ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["a", " "]}, "bad_words[1]"),
+        ({"bad_words": ["a" * 250] * 17}, "bad_words"),
         ({"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids"),
         ({"allowed_token_ids": [END], "min_tokens": 2}, "allowed_token_ids"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
@@ -365,6 +391,23 @@ def test_a_long_prompt_is_cut_on_request(served: Running) -> None:
     assert len(set(seen(served))) == 1 and len(seen(served)) == 5
     response = ask(served, "completions", echo=True, truncate_prompt_tokens=5)
     assert response.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pages_of_a_cut_prompt_have_the_names_of_an_equal_prompt(
+    served: Running, side: str
+) -> None:
+    text = "say " + "abcdefghij" * 30
+    fields = {"truncate_prompt_tokens": 100, "truncation_side": side}
+    ask(served, "completions", prompt=text, n=2, **fields)
+    cut = served.controllers[0].seen[-2:]
+    kept = text[-100:] if side == "left" else text[:100]
+    ask(served, "completions", prompt=kept)
+    equal = served.controllers[0].seen[-1]
+    assert len(equal.hashes) == 16 * (100 // 16)
+    assert {(submit.tokens, submit.hashes) for submit in (*cut, equal)} == {
+        (equal.tokens, equal.hashes)
+    }
 
 
 def test_special_tokens_are_added_on_request(running_with: Any, make_hello: Any) -> None:

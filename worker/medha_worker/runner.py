@@ -168,12 +168,12 @@ class Runner:
         return reports
 
     def needs_host_tokens(self, step: Step) -> bool:
-        """True if a sampled sequence has a grammar, which needs its earlier tokens on the host.
+        """True if a sampled sequence has a grammar or bad words, which need its tokens on the host.
 
         Batches in flight must then be finished before the step begins.
         """
         chunks = step.batch.of_group(self.at.group)
-        return self._inputs.sequences.constrained(chunk.seq for chunk in chunks)
+        return self._inputs.sequences.need_output(chunk.seq for chunk in chunks)
 
     def _account(self, step: Step) -> None:
         """Apply switches, ended sequences and newly allocated pages to page ownership."""

@@ -3,7 +3,8 @@
 A counter-based generator, a keyed hash of (seed, position), gives one uniform number u per token.
 The token is the first whose cumulative probability exceeds u, so a request that resumes elsewhere
 continues byte for byte. Filters run in the order of transformers: repetition, presence and
-frequency penalties, bias, blocked stop tokens, grammar, temperature, top-k, top-p, min-p. Log
+frequency penalties, bias, bad words, blocked stop tokens, grammar, temperature, top-k, top-p,
+min-p. Log
 probabilities are the model's own, before all of these. Sampling runs where the logits are: the host
 computes the numbers u and uploads them with the settings, and reads results back only in
 `SampledTokens.read`.
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from medha.errors import EngineError
-from medha.messages.fields import Logprob, Sampling
+from medha.messages.fields import BAD_BIAS, Logprob, Sampling
 from medha_worker.device import CPU, ComputeDevice, PendingFetch
 from medha_worker.grammar_masks import Constraint
 from medha_worker.penalties import TokenCounts
@@ -33,7 +34,7 @@ _HASH = hashlib.blake2b(digest_size=8, person=b"medha-draw")
 
 
 class History:
-    """Output of a sequence in order, `emitted`, as its grammar needs it on the host.
+    """Output of a sequence in order, `emitted`, as its grammar or bad words need it on the host.
 
     Fed with overlapping pieces in order; positions already seen are skipped.
     """
@@ -52,7 +53,7 @@ class History:
 class SampledRow(msgspec.Struct, frozen=True):
     """A row to sample: the token at `position`, after `emitted` output tokens.
 
-    `counts` is required if `sampling.penalised`, `history` with a `constraint`.
+    `counts` is required if `sampling.penalised`, `history` if `sampling.needs_output`.
     """
 
     sampling: Sampling
@@ -169,7 +170,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(state.digest(), "little") >> 11) * 2.0**-53
 
 
-# --- bias, blocked stop tokens: entries (row, token, value) ---------------------------------------
+# --- bias, bad words, blocked stop tokens: entries (row, token, value) ----------------------------
 
 Entry = tuple[int, int, float]
 
@@ -179,7 +180,7 @@ def _adjusted(
 ) -> torch.Tensor:
     """Return scores with penalties, bias and grammars applied; `raw` itself if no row has any."""
     vocab = raw.shape[1]
-    changes = _biased(draws, vocab), _held_back(draws, vocab)
+    changes = _biased(draws, vocab), _completed_words(draws, vocab), _held_back(draws, vocab)
     constrained = [i for i, row in enumerate(draws) if row.constraint is not None]
     penalised = [(i, row.counts) for i, row in enumerate(draws) if row.counts is not None]
     if not any(changes) and not constrained and not penalised:
@@ -209,9 +210,8 @@ def _forbid(
     """Set the scores of tokens that the rows' grammars forbid to −∞, in place."""
     masks = []
     for draw in (draws[i] for i in rows):
-        if draw.constraint is None or draw.history is None:
-            raise EngineError("a row with a grammar has no history: its sequence began without one")
-        masks.append(draw.constraint.mask(draw.history.emitted))
+        assert draw.constraint is not None
+        masks.append(draw.constraint.mask(_output(draw)))
     words, places = device.upload(np.stack(masks), np.array(rows, dtype=np.int64))
     bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     allowed = bits.reshape(len(rows), -1)[:, : scores.shape[1]].bool()
@@ -226,6 +226,28 @@ def _biased(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
         for token, value in draw.sampling.logit_bias.items()
         if 0 <= token < vocab
     ]
+
+
+def _completed_words(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
+    """Return the last tokens of bad words whose other tokens end the output, as in vLLM."""
+    entries: list[Entry] = []
+    for row, draw in enumerate(draws):
+        if not draw.sampling.bad_words:
+            continue
+        output = _output(draw)
+        tokens = {
+            word[-1]
+            for word in draw.sampling.bad_words
+            if tuple(output[1 - len(word) :]) == word[:-1]
+        }
+        entries += [(row, token, BAD_BIAS) for token in tokens if 0 <= token < vocab]
+    return entries
+
+
+def _output(draw: SampledRow) -> list[int]:
+    if draw.history is None:
+        raise EngineError("a row that needs its output has no history: its start came without one")
+    return draw.history.emitted
 
 
 def _held_back(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:

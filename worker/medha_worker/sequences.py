@@ -108,10 +108,10 @@ class PageTable:
 class SequenceState:
     """State of a sequence on this rank, with its device slot.
 
-    `counts` exist only for penalties, `history` and `constraint` for a grammar, all three only
-    where tokens are sampled; `prompt` only if its tokens have log probabilities. `adapter`: its
-    name, or empty. `drawn` means that this rank drew its last token, which the device holds before
-    the host does.
+    `counts` exist only for penalties, `constraint` for a grammar, `history` for a grammar or bad
+    words, all three only where tokens are sampled; `prompt` only if its tokens have log
+    probabilities. `adapter`: its name, or empty. `drawn` means that this rank drew its last token,
+    which the device holds before the host does.
     """
 
     seq: int
@@ -246,7 +246,7 @@ class Sequences:
         self._grammars, self._penalties = grammars, penalties
         self.group, self.device_slots = group, device_slots or DeviceSlots()
         self._known: dict[int, SequenceState] = {}
-        self._constrained: set[int] = set()
+        self._with_history: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -262,9 +262,9 @@ class Sequences:
                 f"sequence {seq} is unknown to group {self.group}: its start was never sent"
             ) from None
 
-    def constrained(self, seqs: Iterable[int]) -> bool:
-        """Return True if one of the sequences has a grammar here."""
-        return bool(self._constrained) and not self._constrained.isdisjoint(seqs)
+    def need_output(self, seqs: Iterable[int]) -> bool:
+        """Return True if one of the sequences has a grammar or bad words here."""
+        return bool(self._with_history) and not self._with_history.isdisjoint(seqs)
 
     def pages_in_use(self) -> set[int]:
         """Return the ids of all pages that sequences hold."""
@@ -280,7 +280,7 @@ class Sequences:
             self._forget(start.seq)
             state = self._known[start.seq] = self._begin(start)
             if state.history is not None:
-                self._constrained.add(start.seq)
+                self._with_history.add(start.seq)
 
     def append(self, state: SequenceState, first_logical: int, ids: Sequence[int]) -> None:
         """Add the pages that a step brings for a sequence, from `first_logical` on."""
@@ -297,6 +297,7 @@ class Sequences:
             counts = self._penalties.begin(start.sampling, tokens, start.prompt_tokens)
         if start.sampling.grammar and self._grammars is not None:
             constraint = self._grammars.begin(start.sampling)
+        if start.sampling.needs_output and self._penalties is not None:
             history = History(tokens, start.prompt_tokens)
         state = SequenceState(
             seq=start.seq,
@@ -316,7 +317,7 @@ class Sequences:
 
     def _forget(self, seq: int) -> None:
         state = self._known.pop(seq, None)
-        self._constrained.discard(seq)
+        self._with_history.discard(seq)
         if state is not None:
             self.device_slots.release(state.slot)
             if state.counts is not None:

@@ -79,18 +79,22 @@ def next_hash(previous: bytes, page: npt.NDArray[np.int32]) -> bytes:
 
 def page_names(tokens: bytes, page_bytes: int, salt: bytes) -> bytes:
     """Return the hashes of every full page of little-endian int32 tokens, joined, in order."""
-    link, names = salt, []
+    return b"".join(page_name_parts(tokens, page_bytes, salt))
+
+
+def page_name_parts(tokens: bytes, page_bytes: int, salt: bytes) -> Iterator[bytes]:
+    """Yield the hash of every full page of little-endian int32 tokens, in order."""
+    link = salt
     for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
         page = tokens[start : start + page_bytes]
         link = hashlib.blake2b(link + page, digest_size=HASH_BYTES).digest()
-        names.append(link)
-    return b"".join(names)
+        yield link
 
 
 def chain(tokens: npt.NDArray[np.int32], page_tokens: int, salt: bytes) -> Iterator[bytes]:
     """Yield the hash of every full page of `tokens`, in order."""
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-    yield from _names(page_names(data, 4 * page_tokens, salt))
+    yield from page_name_parts(data, 4 * page_tokens, salt)
 
 
 class PrefixIndex:

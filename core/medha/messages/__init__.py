@@ -15,6 +15,8 @@ from medha.messages.codec import (
     to_bytes,
 )
 from medha.messages.fields import (
+    ALLOWED_BIAS,
+    BAD_BIAS,
     MAX_MESSAGE_BYTES,
     MAX_TOKENS_BYTES,
     TOKEN_BYTES,
@@ -96,6 +98,8 @@ from medha.messages.status import (
 )
 
 __all__ = [
+    "ALLOWED_BIAS",
+    "BAD_BIAS",
     "MAX_EARLY_SUBMITS",
     "MAX_MESSAGE_BYTES",
     "MAX_TENANT_COUNTS",

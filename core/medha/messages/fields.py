@@ -12,6 +12,10 @@ from medha.tenants import TenantWork
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TOKENS_BYTES = 48 << 20
 TOKEN_BYTES = 4
+ALLOWED_BIAS, BAD_BIAS = 4096.0, -2048.0
+"""Biases of allowed tokens and of bad words: they leave other tokens, or these, no weight at any
+temperature, and shift a float32 score by less than 0.0003. A bad word still stands if no other
+token is allowed, or if a grammar demands it: without any token, the output would end there."""
 
 Name = Annotated[str, msgspec.Meta(max_length=253)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -20,6 +24,7 @@ TokenBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS_BYTES)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Group = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+BadWord = Annotated[tuple[int, ...], msgspec.Meta(min_length=2, max_length=2048)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,8 +32,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `logprobs`: number of alternatives (0: the sampled token only), None without log probabilities;
     `prompt_logprobs`: the same for the tokens of the prompt.
-    `stop_tokens` end the sequence; the stop token itself is reported. `grammar`: llguidance's form
-    of the grammar that the output follows, or empty. Bounds are OpenAI's.
+    `stop_tokens` end the sequence; the stop token itself is reported. `bad_words`: tokens of words
+    that the output may not have; words of one token have a bias instead. `grammar`: llguidance's
+    form of the grammar that the output follows, or empty. Bounds are OpenAI's.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0
@@ -43,6 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     stop_tokens: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     min_tokens: Count = 0
+    bad_words: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=256)] = ()
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
@@ -56,9 +63,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     @property
+    def needs_output(self) -> bool:
+        """True if the host of a rank that samples needs the output so far for each token."""
+        return bool(self.grammar or self.bad_words)
+
+    @property
     def needs_tokens(self) -> bool:
         """True if the ranks that sample need all tokens of the sequence when it starts."""
-        return self.penalised or bool(self.grammar) or self.prompt_logprobs is not None
+        return self.penalised or self.needs_output or self.prompt_logprobs is not None
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
