@@ -195,6 +195,12 @@ class ClientRequest:
         return min(first_s) - self.arrival_s if first_s else None
 
     @property
+    def last_token_s(self) -> float:
+        """Time of the last token of any generation; of the arrival before the first."""
+        last_s = (generation.last_token_s or 0.0 for generation in self.generations)
+        return max(self.arrival_s, *last_s)
+
+    @property
     def output_tokens(self) -> int:
         return sum(len(generation.output.tokens) for generation in self.generations)
 

@@ -172,7 +172,8 @@ class RequestTable:
 
         The two waits count separately: each begins when the model became ready or stopped being so.
         Without any replica of the model, one is coming back; without one of the request's version,
-        that version is gone.
+        that version is gone. Room for an output may come only with the end of another one of the
+        same request.
         """
         waiting = [
             generation
@@ -195,7 +196,9 @@ class RequestTable:
                 "the replicas of this model are gone: retry later",
                 retry_after_s=5.0,
             )
-        elif waited_s > max(config.queue_timeout_s, client_request.promise_s or 0.0):
+        elif not any(generation.peer for generation in client_request.generations) and min(
+            waited_s, now - client_request.last_token_s
+        ) > max(config.queue_timeout_s, client_request.promise_s or 0.0):
             error = Refusal(
                 "overloaded",
                 f"waited {waited_s:.0f} s for room: retry later",

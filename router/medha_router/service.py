@@ -58,6 +58,7 @@ REMEMBERED_SALTS = 4096
 LONG_TOKENS = 65_536
 FORECAST_ROUNDS = 4
 MAX_LISTED = 20
+ROUNDING = 1e-9
 
 T = TypeVar("T")
 
@@ -481,7 +482,7 @@ class Service:
         """Admit all generations, or none.
 
         A request that waited for the first replica is never refused for its deadline: it is
-        relegated instead.
+        relegated instead, and so are outputs that empty replicas cannot hold with the others.
         """
         now = self._clock()
         dispatcher, slo_class = model.dispatcher, client_request.slo_class
@@ -491,10 +492,15 @@ class Service:
             slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
         admitted: list[Generation] = []
         options: list[PlacementOption] = []
-        age_s = now - client_request.arrival_s
+        age_s, part, taken = now - client_request.arrival_s, 0.0, 0.0
         try:
             for generation in client_request.generations:
                 generation.waiting_since_s = now
+                if outputs > 1 and generation.index % client_request.params.n == 0:
+                    part = 1.0 / max(1, dispatcher.most_together(generation))
+                taken += part
+                if taken > 1.0 + ROUNDING:
+                    slo_class = msgspec.structs.replace(slo_class, when_infeasible="relegate")
                 decision = dispatcher.admit(generation, slo_class, now)
                 generation.request = msgspec.structs.replace(
                     generation.request,

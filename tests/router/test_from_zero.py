@@ -18,7 +18,7 @@ from medha.fleet.demand import DemandWindow
 from medha.messages import Load, LoadReport, ModelDemand, RouterDemand
 from medha.request import Slo, SloClass
 from medha_router.api_errors import StreamBroken
-from medha_router.generation import ClientRequest
+from medha_router.generation import ClientRequest, Generation
 from medha_router.models import ServedModel
 from medha_router.replicas import ConnectedReplica, ReplicaTable
 from medha_router.request_table import RequestTable
@@ -128,6 +128,12 @@ class Waiting:
         self._requests.add(generation.client_request)
         return generation.client_request
 
+    def add_output(self) -> Generation:
+        """Add another output to the request."""
+        generation = new_generation(CLASSES, self._vocabulary, self.generation.version)
+        self.client_request.generations.append(generation)
+        return generation
+
     def cancels(self, client_request: ClientRequest) -> None:
         self._requests.cancel(client_request, 0.0)
 
@@ -205,6 +211,18 @@ def test_the_wait_for_a_replica_and_the_wait_for_room_count_separately(
     request.opens(129.0)
     assert request.refused(248.0) == ""
     assert request.refused(250.0) == "overloaded"
+
+
+def test_an_output_may_wait_for_room_as_long_as_others_of_its_request_go_on(
+    waiting: Callable[[float], Waiting],
+) -> None:
+    request = waiting(0.0)
+    running = request.add_output()
+    running.peer = b"r0"
+    assert request.refused(1000.0) == ""
+    running.peer, running.done, running.last_token_s = None, True, 1000.0
+    assert request.refused(1119.0) == ""
+    assert request.refused(1121.0) == "overloaded"
 
 
 def test_a_request_held_for_the_first_replica_is_no_preventable_miss(

@@ -211,6 +211,25 @@ def test_a_full_queue_refuses_with_retry_after(alone: Any, eventually: Any) -> N
         assert request.status == 200
 
 
+def test_outputs_that_no_replica_holds_together_wait_for_the_others(
+    alone: Any, eventually: Any
+) -> None:
+    controller = alone.open()
+    controller.load = Load(free_pages=(20,), total_pages=(20,), page_tokens=16)
+    queue = "/debug/queue"
+    shown = {"free_pages": [20], "total_pages": [20]}
+    eventually(
+        lambda: shown.items() <= alone.ops.get(queue).json()["tiny"]["replicas"][0]["load"].items()
+    )
+    body = {**BODY, "n": 3, "max_tokens": 130}  # 9 pages each
+    response = alone.http.post("/v1/completions", json=body)
+    assert [choice["text"] for choice in response.json()["choices"]] == ["abc"] * 3
+    assert [submit.promised for submit in controller.seen].count(True) == 2
+    assert "x-medha-promise-ttft-ms" not in response.headers
+    together = alone.http.post("/v1/completions", json=body | {"n": 2})
+    assert "x-medha-promise-ttft-ms" in together.headers
+
+
 def test_a_prompt_beyond_every_pool_is_refused_with_both_numbers(
     alone: Any, eventually: Any
 ) -> None:

@@ -309,6 +309,15 @@ class Dispatcher(Generic[Item]):
                 retry_after_s=self.retry_after_s(),
             )
 
+    def most_together(self, item: Item) -> int:
+        """Return how many requests like this the open replicas hold together if they are empty."""
+        pending = _pending(item, self._class_tpot_s)
+        return sum(
+            estimate.most_together(pending)
+            for estimate in self._serving(item.version)
+            if not estimate.closed and estimate.can_ever(pending)
+        )
+
     def admit(self, item: Item, slo_class: SloClass, now: float) -> AdmissionDecision:
         """Enqueue a request with or without a promise; raises Refusal."""
         request, pending = item.request, _pending(item, self._class_tpot_s)

@@ -288,6 +288,14 @@ class ReplicaEstimate:
             and groups_needed(tokens, self.predictor) <= self.predictor.topology.kvp_max
         )
 
+    def most_together(self, request: PendingRequest) -> int:
+        """Return how many such requests the pages of the empty replica hold at the same time."""
+        tokens = request.prompt_tokens + request.max_output_tokens
+        groups, pages = groups_needed(tokens, self.predictor), self.pages_of(tokens)
+        if groups > 1:
+            return self.capacity_pages // max(1, pages)
+        return sum(max(0, own) // max(1, pages) for own in self.load.total_pages)
+
     def decode_part(self, due_s: float, *, spans: bool) -> float:
         """Return the part of the decode capacity that runs alongside a prompt until it is due."""
         parts = (spans and self.load.spanning_parts) or self.load.decode_parts
