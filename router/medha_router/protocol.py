@@ -97,7 +97,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),

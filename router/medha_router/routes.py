@@ -30,7 +30,7 @@ from medha_router.dialects.conversation import Names, renamed
 from medha_router.dialects.http_response import OpenAiResponse, ServedGeneration
 from medha_router.dialects.messages_answer import MessageAnswer
 from medha_router.dialects.messages_body import CountTokensBody, MessagesBody
-from medha_router.dialects.openai_answer import ResponseBuilder, model_shape
+from medha_router.dialects.openai_answer import ResponseBuilder, model_shape, models_page
 from medha_router.dialects.responses_answer import ResponseAnswer
 from medha_router.dialects.responses_body import INPUT_NAMES, ResponsesBody, ResponsesParams
 from medha_router.generation import ClientRequest
@@ -157,7 +157,7 @@ def _serve_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [shape(name) for name in service.models.names]})
+        return _json(models_page([shape(name) for name in service.models.names]))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

@@ -300,6 +300,18 @@ def test_a_long_body_is_read_off_the_loop_with_the_same_result(hermes: Any) -> N
         assert short == long
 
 
+def test_models_are_those_of_either_api(client: anthropic.Anthropic, hermes: Any) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny")
+    assert (model.max_input_tokens, model.max_tokens) == (2048, 2048)
+    assert client.models.retrieve("tiny") == model
+    page = client.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
+    (other,) = hermes.client.models.list()
+    assert (other.id, other.object) == ("tiny", "model")
+    assert model.created_at.timestamp() == other.created
+
+
 def test_other_apis_keep_their_errors(hermes: Any) -> None:
     answer: httpx.Response = hermes.http.post("/v1/responses", json={"model": "tiny"})
     assert answer.status_code == 400 and set(json.loads(answer.content)) == {"error"}

@@ -294,6 +294,13 @@ def test_errors_name_what_the_client_sent(served: Running) -> None:
     assert error["message"] == "min_tokens is 5: must be at most the limit of output tokens, 2"
 
 
+def test_a_thinking_budget_of_minus_one_is_none() -> None:
+    body = b'{"messages": [], "thinking_token_budget": %d}'
+    read_chat(body % -1)
+    with pytest.raises(RequestError, match="thinking_token_budget is 5"):
+        read_chat(body % 5)
+
+
 def test_a_field_that_must_be_given_is_not_to_be_left_out() -> None:
     body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": %b, "n": %b}'
     for given, left_out in (((b"null", b"1"), False), ((b"1", b"0"), True)):

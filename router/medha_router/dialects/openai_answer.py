@@ -6,6 +6,7 @@ TTFT). It stands in whole answers and in the last chunk of a stream.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -393,13 +394,30 @@ def model_shape(
     name: str, created: int, max_context_tokens: int, parent: str | None
 ) -> dict[str, Any]:
     """Return an entry of `/v1/models`; as in vLLM, `max_model_len` is the context limit, and
-    `parent` the model of an adapter."""
+    `parent` the model of an adapter. `type` and the last fields are those of Anthropic's API."""
     return {
         "id": name,
         "object": "model",
+        "type": "model",
         "created": created,
         "owned_by": "medha",
         "root": parent or name,
         "max_model_len": max_context_tokens,
         "parent": parent,
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat(),
+        "max_input_tokens": max_context_tokens,
+        "max_tokens": max_context_tokens,
+    }
+
+
+def models_page(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of `/v1/models`: for clients of Anthropic's API, its only page."""
+    ids = [model["id"] for model in models] or [None]
+    return {
+        "object": "list",
+        "data": models,
+        "has_more": False,
+        "first_id": ids[0],
+        "last_id": ids[-1],
     }
