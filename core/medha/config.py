@@ -234,7 +234,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Config of a router. `fleet_bind`: address for controllers, e.g. `tcp://127.0.0.1:7800`.
 
     With several `processes` each is a router of its own behind the one `port`; controllers dial the
-    port of `fleet_bind` and the next ones. Other settings hold for each process.
+    port of `fleet_bind` and the next ones. Other settings hold for each process. `ops_host`: of the
+    ops port; empty: `host`.
 
     With `learn` the router also serves models that replicas introduce, and removes a model
     `forget_model_s` after its last replica left. In its first `learn_s` it holds requests for
@@ -253,6 +254,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    ops_host: str = ""
     ops_port: Port = 8001
     fleet_bind: str
     processes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROCESSES)] = 1

@@ -292,7 +292,7 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
         )
         token = read_token(config.ops_token) if config.ops_token else b""
         ops_server = OpsServer(
-            config.host if process is None else process.ops_socket,
+            (config.ops_host or config.host) if process is None else process.ops_socket,
             config.ops_port,
             metrics,
             alive=router.tick.alive,

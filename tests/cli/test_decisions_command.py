@@ -13,7 +13,7 @@ from medha.testing import Driven, request, scheduler
 
 
 def run(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "medha.cli", "decisions", str(path)]
+    command = [sys.executable, "-m", "medha", "decisions", str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -49,3 +49,9 @@ def test_a_log_that_was_tampered_with_is_detected(log: pathlib.Path) -> None:
 def test_a_missing_log_is_one_line_and_exit_status_two(tmp_path: pathlib.Path) -> None:
     done = run(tmp_path / "none.jsonl")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "none.jsonl" in done.stderr
+
+
+def test_another_file_is_one_line_and_exit_status_two() -> None:
+    done = run(pathlib.Path(__file__))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "LOG is line 1: must be the heading of a decision log" in done.stderr

@@ -17,7 +17,7 @@ from medha.checkpoints.decoder_config import read_config
 from medha.checkpoints.tensor_names import HEAD, projections, vectors
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resource
-from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet
+from medha.cli.local_fleet.fleet_plan import HostSettings, plan_fleet, replica_count
 from medha.cli.local_fleet.launches import controller_launch, rank_launch, router_launch
 from medha.cli.local_fleet.run_dir import PREFIX, RunDir, remove_stale
 from medha.cli.resource_file import read_resources
@@ -58,6 +58,7 @@ def place(ports: int = 1, **changes: Any) -> HostSettings:
     plain = HostSettings(
         run_dir="/run/x",
         address="127.0.0.1",
+        public_address="0.0.0.0",
         port=8000,
         ops_port=8001,
         fleet_address="tcp://127.0.0.1:7800",
@@ -101,6 +102,7 @@ def test_settings_of_the_router_reach_its_config(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("api_keys: keys\nclass_headers: {x-tier: {gold: fast}}\nmax_queue: 7\n")
     plain = plan_fleet([resource()], place()).router
+    assert (plain.host, plain.ops_host) == ("0.0.0.0", "127.0.0.1")
     router = plan_fleet([resource()], place(router_settings=read_router_settings(file))).router
     assert router.api_keys == str(tmp_path / "keys")
     assert router.class_headers == {"x-tier": {"gold": "fast"}}
@@ -129,7 +131,8 @@ def test_gpus_are_assigned_in_order_and_growth_stops_at_the_last() -> None:
 
 def test_a_fleet_of_no_replicas_is_refused() -> None:
     with pytest.raises(SpecError, match=r"spec\.replicas is 0: must be at least 1"):
-        plan_fleet([resource(replicas=0)], place(ports=0))
+        replica_count([resource(replicas=0)])
+    assert replica_count([resource(replicas=0), resource(replicas=2)]) == 2
 
 
 def test_two_resources_of_one_model_must_agree_on_it() -> None:

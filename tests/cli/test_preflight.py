@@ -28,7 +28,7 @@ from medha.cli.local_fleet.checkpoint_check import check_resource, check_resourc
 from medha.cli.local_fleet.run_dir import RunDir, check_unused
 from medha.cli.resource_file import read_resources
 from medha.config import AdapterFolder, WorkerConfig
-from medha.errors import SetupError, UserError
+from medha.errors import SetupError, SpecError, UserError
 from medha.rendering import Site, worker_config
 from medha.topology import Coordinate
 from medha_worker.controller.process import identity_of
@@ -480,6 +480,13 @@ def test_the_doctor_prints_a_line_for_each_fault(model: Path) -> None:
     assert [line.split(":")[0] for line in wrong] == names
     assert "is in use by another `medha up`" in wrong[0]
     assert "model_type is 'gpt_neox'" in wrong[1] and "has no tokenizer.json" in wrong[2]
+
+
+def test_a_resource_without_replicas_is_a_fault(model: Path) -> None:
+    (resource,) = read_resources(model.parent / "tiny.yaml")
+    none = msgspec.structs.replace(resource.spec, replicas=0)
+    with pytest.raises(SpecError, match=r"spec\.replicas is 0"):
+        check_resources([msgspec.structs.replace(resource, spec=none)], gpus=0)
 
 
 def test_random_weights_need_no_weight_files(model: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from medha.config import Scheduling
-from medha.errors import ProtocolError, Refusal
+from medha.errors import ProtocolError, Refusal, SpecError
 from medha.scheduling.decision_log import VERSION, RecordingScheduler, replay
 from medha.testing import Driven, request, scheduler, topology
 
@@ -69,12 +69,12 @@ def test_a_changed_outcome_is_found_and_named() -> None:
 
 def test_a_log_of_another_version_is_refused() -> None:
     log = recorded()
-    with pytest.raises(ProtocolError, match="version 7"):
+    with pytest.raises(SpecError, match="of version 2, not 7"):
         replay([log[0].replace(f'"version":{VERSION}'.encode(), b'"version":7')])
 
 
 def test_what_is_not_a_log_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="heading"):
+    with pytest.raises(SpecError, match="heading"):
         replay([b"hello"])
-    with pytest.raises(ProtocolError, match="line 2"):
+    with pytest.raises(SpecError, match="line 2"):
         replay([recorded()[0], b'{"call":"sing","args":[],"outcome":null}'])

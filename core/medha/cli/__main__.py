@@ -51,6 +51,7 @@ def medha(
 @app.command("up")
 def run_up(
     file: File,
+    host: Annotated[str, typer.Option(help="IPv4 address of the API; 0.0.0.0: all")] = "127.0.0.1",
     port: Port = 8000,
     ops_port: OpsPort = 8001,
     router_processes: Annotated[
@@ -83,6 +84,7 @@ def run_up(
 
     options = UpOptions(
         file=file,
+        host=host,
         port=port,
         ops_port=ops_port,
         router_processes=router_processes,

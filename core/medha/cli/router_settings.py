@@ -20,6 +20,7 @@ OWN = frozenset(
     [
         "host",
         "port",
+        "ops_host",
         "ops_port",
         "ops_token",
         "fleet_bind",

@@ -7,6 +7,7 @@ drains for a moment and stops everything.
 
 from __future__ import annotations
 
+import ipaddress
 import pathlib
 import threading
 import time
@@ -43,6 +44,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `medha up`. Port 0: any free port."""
 
     file: pathlib.Path
+    host: str = HOST
     port: int = 8000
     ops_port: int = 8001
     router_processes: int = 1
@@ -90,7 +92,8 @@ def check(resources: Sequence[MedhaReplica], options: UpOptions) -> dict[str, st
     with faults.collect():
         preflight.check_apart(options.port, options.ops_port)
     with faults.collect():
-        preflight.check_port(HOST, options.port, "--port")
+        preflight.check_host(options.host)
+        preflight.check_port(options.host, options.port, "--port")
     with faults.collect():
         preflight.check_port(HOST, options.ops_port, "--ops-port")
     with faults.collect():
@@ -135,6 +138,7 @@ def _plan(
     host = HostSettings(
         run_dir=str(run_dir.path),
         address=HOST,
+        public_address=options.host,
         port=options.port or any_port,
         ops_port=options.ops_port or any_ops_port,
         fleet_address=f"tcp://{HOST}:{fleet_port}",
@@ -180,7 +184,13 @@ def _run(
                     f"http://{HOST}:{plan.router.ops_port}/metrics",
                     soft_wrap=True,
                 )
-                console.print(f"Serving on http://{HOST}:{plan.router.port}/v1")
+                if not (plan.router.api_keys or ipaddress.ip_address(options.host).is_loopback):
+                    console.print(
+                        f"Warning: clients of {options.host} need no API key; name a file of "
+                        "api_keys in --router-config",
+                        soft_wrap=True,
+                    )
+                console.print(f"Serving on http://{options.host}:{plan.router.port}/v1")
                 _serve(supervisor, poll, signals)
                 console.print(f"Stopping: running requests have {options.drain_s:g} s")
                 _drain(supervisor, poll, signals, options.drain_s)

@@ -20,7 +20,7 @@ import msgspec
 from medha.batch import Batch, BatchResult, Move
 from medha.config import Scheduling
 from medha.corrections import Learned
-from medha.errors import MedhaError, ProtocolError
+from medha.errors import MedhaError, ProtocolError, SpecError
 from medha.messages.fields import Load
 from medha.model import ModelShape
 from medha.predictor import Predictor
@@ -176,7 +176,8 @@ def line(name: str, args: tuple[Any, ...], outcome: Any) -> bytes:
 def replay(lines: abc.Iterable[bytes]) -> int:
     """Run a log again; return how many calls had the same outcome.
 
-    Raises ProtocolError at the first line whose outcome differs, or that cannot be read.
+    Raises ProtocolError at the first line whose outcome differs, SpecError at one that cannot be
+    read.
     """
     rows = iter(lines)
     scheduler = _new_scheduler(next(rows, b""))
@@ -186,7 +187,7 @@ def replay(lines: abc.Iterable[bytes]) -> int:
             call = msgspec.json.decode(row, type=LogEntry)
             args = msgspec.json.decode(call.args, type=_ARGUMENTS[call.call])
         except (msgspec.MsgspecError, KeyError) as error:
-            raise ProtocolError(f"line {count + 2} is not a decision: {error}") from None
+            raise _unreadable(count + 2, f"a decision ({error})") from None
         written: list[bytes] = []
         try:
             outcome = getattr(scheduler, call.call)(*_arguments(call.call, args))
@@ -206,9 +207,9 @@ def _new_scheduler(row: bytes) -> Scheduler:
     try:
         top = msgspec.json.decode(row, type=LogHeader)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"the log's first line is not a heading: {error}") from None
+        raise _unreadable(1, f"the heading of a decision log ({error})") from None
     if top.version != VERSION:
-        raise ProtocolError(f"the log has version {top.version}, this program reads {VERSION}")
+        raise _unreadable(1, f"of version {VERSION}, not {top.version}")
     predictor = Predictor(top.profile, top.shape, top.topology, top.budget_s, top.step_tokens)
     predictor.restore(top.learned)
     return Scheduler(
@@ -221,6 +222,10 @@ def _new_scheduler(row: bytes) -> Scheduler:
         top.max_context_tokens,
         top.classes,
     )
+
+
+def _unreadable(line: int, expected: str) -> SpecError:
+    return SpecError("LOG", f"line {line}", f"must be {expected}", "name the file that was logged")
 
 
 def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

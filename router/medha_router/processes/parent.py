@@ -85,7 +85,7 @@ class RouterParent:
         self._tick = Tick()
         token = read_token(config.ops_token) if config.ops_token else b""
         self._ops = OpsServer(
-            config.host,
+            config.ops_host or config.host,
             config.ops_port,
             self._pages,
             alive=self._tick.alive,

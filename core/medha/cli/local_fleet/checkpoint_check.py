@@ -20,7 +20,7 @@ from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_ge
 from medha.checkpoints.fit import misfits, read_adapters
 from medha.checkpoints.tensor_names import check_names
 from medha.cli.local_fleet.faults import Faults
-from medha.cli.local_fleet.fleet_plan import router_models
+from medha.cli.local_fleet.fleet_plan import replica_count, router_models
 from medha.cli.local_fleet.preflight import check_gpus
 from medha.config import AdapterFolder, WorkerConfig
 from medha.errors import SpecError
@@ -43,6 +43,8 @@ def check_resources(
             folders[resource.name] = check_resource(resource, gpus, weights=weights)
     with faults.collect():
         router_models(resources)
+    with faults.collect():
+        replica_count(resources)
     faults.add(*_other_models(resources, folders, weights=weights))
     faults.raise_all()
     return {name: str(folder) for name, folder in folders.items()}

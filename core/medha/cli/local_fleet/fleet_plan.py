@@ -22,13 +22,15 @@ from medha.topology import Coordinate, Topology
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ports, folders, keys and GPUs of this machine that the fleet uses.
 
-    `fleet_address` is the router's address for controllers; `controller_ports` are free ports for
+    `public_address` is that of the API, `address` that of all else; `fleet_address` is the router's
+    address for controllers; `controller_ports` are free ports for
     the controllers' ops servers, one per replica; `checkpoints` maps a resource's name to its
     folder; `router_settings` are further fields of the RouterConfig.
     """
 
     run_dir: str
     address: str
+    public_address: str
     port: int
     ops_port: int
     fleet_address: str
@@ -76,8 +78,6 @@ def plan_fleet(resources: Sequence[MedhaReplica], host: HostSettings) -> FleetPl
         for resource in resources
         for index in range(resource.spec.replicas)
     ]
-    if not copies:
-        raise SpecError("spec.replicas", 0, "must be at least 1 to start a fleet", "use 1")
     gpus = iter(range(host.gpus))
     replicas = [
         _replica(resource, name, port, host, gpus)
@@ -87,8 +87,11 @@ def plan_fleet(resources: Sequence[MedhaReplica], host: HostSettings) -> FleetPl
 
 
 def replica_count(resources: Sequence[MedhaReplica]) -> int:
-    """Total replicas of all resources."""
-    return sum(resource.spec.replicas for resource in resources)
+    """Total replicas of all resources. Raises SpecError if it is 0."""
+    count = sum(resource.spec.replicas for resource in resources)
+    if not count:
+        raise SpecError("spec.replicas", 0, "must be at least 1 to start a fleet", "use 1")
+    return count
 
 
 def router_models(resources: Sequence[MedhaReplica]) -> tuple[RouterModel, ...]:
@@ -116,7 +119,8 @@ def router_models(resources: Sequence[MedhaReplica]) -> tuple[RouterModel, ...]:
 
 def _router(resources: Sequence[MedhaReplica], host: HostSettings) -> RouterConfig:
     config = RouterConfig(
-        host=host.address,
+        host=host.public_address,
+        ops_host=host.address,
         port=host.port,
         ops_port=host.ops_port,
         ops_token=host.ops_token,

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import errno
 import importlib.util
+import ipaddress
 import os
 import pathlib
 import random
@@ -46,6 +47,16 @@ def check_gpus(resource: MedhaReplica, gpus: int) -> None:
             "must be Cpu on a machine without a GPU",
             "use Cpu, or a machine with an NVIDIA driver",
         )
+
+
+def check_host(host: str) -> None:
+    """Raises SpecError if `host` is no IPv4 address."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        raise SpecError(
+            "--host", host, "must be an IPv4 address", "use 127.0.0.1, or 0.0.0.0 for all addresses"
+        ) from None
 
 
 def check_port(host: str, port: int, flag: str) -> None:
