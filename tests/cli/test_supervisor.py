@@ -396,6 +396,19 @@ def test_ranks_that_still_start_when_their_controller_restarts_have_the_time_of_
     assert_replaced(fleet, pids)
 
 
+def test_ranks_that_never_join_have_the_time_of_a_start(fleet: Fleet) -> None:
+    fleet.step()
+    pids = [fleet.child(name).pid for name in RANKS]
+    fleet.now += 6.0
+    fleet.status(wanted=1, present=1)  # the other one was suspended before it joined
+    fleet.now = fleet.replica.groups[0].started_s + QUICK.hung_s
+    fleet.status(wanted=1, present=1)
+    fleet.settle()
+    assert [fleet.child(name).pid for name in RANKS] == pids
+    fleet.now += 1.0
+    assert_replaced(fleet, pids)
+
+
 def test_ranks_that_joined_the_restarted_controller_may_leave_it(fleet: Fleet) -> None:
     """A group that is released has no ranks in the status before their processes end."""
     pids = killed_controller(fleet)

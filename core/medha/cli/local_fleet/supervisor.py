@@ -161,7 +161,7 @@ class Supervisor:
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
 
     def expect_back(self, unit: Unit, leader: Unit, present: int, now: float) -> None:
-        """Restart ranks that do not join the restarted controller `leader`, which reports.
+        """Restart ranks that do not join the controller `leader`, which reports.
 
         `present`: ranks of the unit that the controller knows. Ranks that joined no controller yet
         are still starting, and have the time of a start.
@@ -171,10 +171,10 @@ class Supervisor:
         leader.reports_since_s = min(leader.reports_since_s, now)
         if present >= len(unit.children) and now - unit.started_s > SETTLED_STATUS_S:
             unit.joined = leader.generation
-        waits = unit.state is UnitState.RUNNING and unit.started_s < leader.started_s
         late = now - leader.reports_since_s > REJOIN_S and unit.joined < leader.generation
-        if waits and late and (unit.joined or now > self._starts_by(unit)):
-            self._kill(unit, f"{unit.name} does not join its restarted controller", now)
+        started = unit.joined or now > self._starts_by(unit)
+        if unit.state is UnitState.RUNNING and late and started:
+            self._kill(unit, f"{unit.name} does not join its controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
         """Restart a unit that has not answered since `answered_s`, if it did since its start."""
