@@ -235,10 +235,11 @@ def _completed_words(draws: Sequence[SampledRow], vocab: int) -> list[Entry]:
         if not draw.sampling.bad_words:
             continue
         output = _output(draw)
+        last = output[-1] if output else -1
         tokens = {
             word[-1]
             for word in draw.sampling.bad_words
-            if tuple(output[1 - len(word) :]) == word[:-1]
+            if word[-2] == last and tuple(output[1 - len(word) :]) == word[:-1]
         }
         entries += [(row, token, BAD_BIAS) for token in tokens if 0 <= token < vocab]
     return entries
