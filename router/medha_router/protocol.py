@@ -651,9 +651,13 @@ def check_min_tokens(least: int, most: int) -> None:
 
 
 def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
-    """Return the grammar that the output must follow; raises RequestError for two of them."""
+    """Return the grammar that the output must follow; raises RequestError for two of them.
+
+    An output that must call tools has no answer, so that no `response_format` holds for it.
+    """
+    answer = sources.of_response_format(body.response_format)
     grammar = sources.only(
-        sources.of_response_format(body.response_format),
+        answer if tools is None or tools.grammar is None else None,
         sources.of_structured_outputs(body.structured_outputs),
         sources.of_guided(
             body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar

@@ -42,6 +42,7 @@ from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
 from medha_router.structured.output_parser import BEGINS, ENDS
 from medha_router.structured.sources import GrammarSource
+from medha_router.structured.tool_calls import BEGINS as BEGINS_OF_CALLS
 from medha_router.structured.tool_calls import MARKS, Format
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
@@ -201,7 +202,7 @@ class Service:
             version = await self._open(model, adapter, owner)
             grammar = ""
             if params.grammar is not None:
-                checked = self._checked_grammar(params.grammar, version, owner)
+                checked = self._checked_grammar(params.grammar, client_request, version)
                 grammar = await self._hold(checked, owner)
             prompts = await self._hold(self._encoded(client_request, model, version), owner)
             while not version.open:  # its replicas left during the encoding
@@ -421,11 +422,14 @@ class Service:
         generation.least_tpot_s = least_tpot_s
 
     async def _checked_grammar(
-        self, grammar: GrammarSource, version: ModelVersion, owner: str
+        self, grammar: GrammarSource, client_request: ClientRequest, version: ModelVersion
     ) -> str:
         """Return the grammar for the engine; raises RequestError or Refusal."""
+        if grammar.of_answer and client_request.params.calls_tools:
+            form = version.form_of_calls(client_request.adapter)
+            grammar = msgspec.structs.replace(grammar, calls=BEGINS_OF_CALLS.get(form or "", ()))
         key, tokenizer = version.tokenizer_key, version.tokenizer
-        return await self._grammars.check(key, tokenizer, grammar, owner)
+        return await self._grammars.check(key, tokenizer, grammar, client_request.client.owner)
 
     def _with_defaults(self, params: GenerationParams, version: ModelVersion) -> Sampling:
         """Return the sampling with the checkpoint's defaults where the request is silent."""

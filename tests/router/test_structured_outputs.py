@@ -260,7 +260,7 @@ def test_a_grammar_whose_masks_take_too_long_is_refused(
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     tokenizer = llguidance.LLTokenizer(byte_level_json.decode())
     try:
-        checked = check(tokenizer, Check("k", b"", "regex", "[a-z]{40}", compile_s=1000.0))
+        checked = check(tokenizer, Check("k", b"", "regex", "[a-z]{40}", (), compile_s=1000.0))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
     assert error in checked.error and bool(error) == bool(checked.error)

@@ -10,6 +10,8 @@ import msgspec
 import openai
 import pydantic
 import pytest
+from openai.lib._parsing._completions import type_to_response_format_param
+from tests.router.conftest import HERMES, SHAPE, byte_level_tokenizer
 
 from medha.errors import RequestError
 from medha.grammar_limits import MAX_SCHEMA_DEPTH
@@ -51,6 +53,46 @@ def gathered(chunks: Any) -> tuple[str, list[dict[str, str]], str]:
             calls[part.index]["arguments"] += part.function.arguments or ""
         finish = choice.finish_reason or finish
     return content, calls, finish
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_an_answer_follows_its_format_unless_it_calls_tools(
+    running_with: Any, special: bool
+) -> None:
+    """Agents send both with each request: the tools, and the format of their last answer."""
+    running = running_with()
+    tokenizer = byte_level_tokenizer(*(("<tool_call>",) if special else ()))
+    shape = msgspec.structs.replace(SHAPE, vocab=260)
+    running.open(template=HERMES, tokenizer=tokenizer, shape=shape)
+    create, answer = running.client.chat.completions.create, '{"ok": true}'
+    fields: dict[str, Any] = {
+        "tools": [WEATHER],
+        "response_format": pydantic_format(),
+    }
+    for text, name in ((CALL, "get_weather"), (answer, None)):
+        choice = create(model="tiny", messages=ask(text), **fields).choices[0]
+        called = [call.function.name for call in choice.message.tool_calls or ()]
+        assert called == ([name] if name else []) and choice.message.content == (
+            None if name else answer
+        )
+    library = llguidance.LLTokenizer(tokenizer.decode())
+    grammar = running.controllers[0].seen[-1].sampling.grammar
+    for text, fits in ((answer, True), (CALL, True), ("Let me see. " + CALL, False)):
+        matcher = llguidance.LLMatcher(library, grammar, log_level=0)
+        tokens = library.tokenize_str(text)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is fits
+    create(model="tiny", messages=ask("x"), **fields, tool_choice="required")
+    demanded = running.controllers[0].seen[-1].sampling.grammar
+    del fields["response_format"]
+    create(model="tiny", messages=ask("x"), **fields, tool_choice="required")
+    assert running.controllers[0].seen[-1].sampling.grammar == demanded != grammar
+
+
+def pydantic_format() -> Any:
+    class Answer(pydantic.BaseModel):
+        ok: bool
+
+    return type_to_response_format_param(Answer)
 
 
 def test_a_call_goes_round(hermes: Any) -> None:
@@ -412,7 +454,7 @@ def test_with_the_choice_none_the_output_is_text(hermes: Any) -> None:
             {
                 "tools": [TIME],
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "extra_body": {"guided_json": {"type": "object"}},
             },
             "tool_choice",
         ),

@@ -15,6 +15,7 @@ LENGTH = struct.Struct("<Q")
 class Check(msgspec.Struct, frozen=True, array_like=True):
     """A grammar to check for the tokenizer named `key`; `tokenizer` is its file when it is new.
 
+    `calls`: marks with which an output may call tools instead of following a JSON schema.
     `compile_s`: CPU time of compiling it; some masks get twice as much. `forget`: the name of a
     tokenizer to drop first, or empty.
     """
@@ -23,6 +24,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     tokenizer: bytes
     kind: str
     text: str
+    calls: tuple[str, ...]
     compile_s: float
     forget: str = ""
 

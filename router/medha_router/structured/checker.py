@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from random import Random
 from typing import Any, BinaryIO
 
@@ -51,6 +52,8 @@ def check(tokenizer: llguidance.LLTokenizer, job: Check) -> Checked:
     signal.setitimer(signal.ITIMER_PROF, job.compile_s)
     try:
         grammar = grammar_of(job.kind, job.text)
+        if job.calls:
+            grammar = with_calls(job.text, job.calls, tokenizer)
     except (ValueError, RecursionError) as error:
         return Checked(error=error_text(str(error)))
     if len(grammar) > MAX_GRAMMAR_CHARS:
@@ -109,6 +112,20 @@ def grammar_of(kind: str, text: str) -> str:
     except Exception as error:  # the converter raises bare Exception
         raise ValueError(str(error)) from None
     return llguidance.LLMatcher.grammar_from_lark(lark)
+
+
+def with_calls(schema: str, marks: Sequence[str], tokenizer: llguidance.LLTokenizer) -> str:
+    """Return the library's form of: the JSON of a schema, or a mark and any tokens after it."""
+    begins = []
+    for mark in marks:
+        first, *others = tokenizer.tokenize_str(mark)
+        is_special = not others and tokenizer.is_special_token(first)
+        begins.append(f"<[{first}]>" if is_special else json.dumps(mark))
+    given = json.loads(schema)
+    given["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    return llguidance.LLMatcher.grammar_from_lark(
+        f"start: answer | ({' | '.join(begins)}) (<[*]>)*\nanswer: %json {json.dumps(given)}"
+    )
 
 
 def _check_objects(schema: str) -> None:

@@ -119,7 +119,7 @@ class GrammarChecker:
         forget = next(iter(self._loaded)) if len(self._loaded) >= MAX_TOKENIZERS else ""
         self._loaded.pop(forget, None)
         tokenizer = waiting.tokenizer if new else b""
-        job = Check(key, tokenizer, source.kind, source.text, self._compile_s, forget)
+        job = Check(key, tokenizer, source.kind, source.text, source.calls, self._compile_s, forget)
         checked: Checked | None = None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -181,7 +181,8 @@ class _Waiting:
 
     def __init__(self, key: str, tokenizer: bytes, source: GrammarSource, tenant: bytes) -> None:
         self.key, self.tokenizer, self.source, self.tenant = key, tokenizer, source, tenant
-        self.name = key, hashlib.blake2b(f"{source.kind}:{source.text}".encode()).digest()
+        text = f"{source.kind}:{source.calls}:{source.text}"
+        self.name = key, hashlib.blake2b(text.encode()).digest()
         self.due_s = due_s(time.monotonic(), len(source.text))
         self.checked: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
 

@@ -19,11 +19,17 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """A grammar as its client gave it, in the field `param`; `text` of a choice is a JSON list."""
+    """A grammar as its client gave it, in the field `param`; `text` of a choice is a JSON list.
+
+    `of_answer`: an output that calls tools need not follow it. `calls`: marks with which such an
+    output begins, in this model's form.
+    """
 
     kind: Kind
     text: str
     param: str
+    of_answer: bool = False
+    calls: tuple[str, ...] = ()
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,13 +71,14 @@ def of_response_format(raw: RawJson) -> GrammarSource | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return GrammarSource("json_schema", ANY_OBJECT, param)
+        return GrammarSource("json_schema", ANY_OBJECT, param, of_answer=True)
     if wanted.json_schema is None:
         raise _invalid(f"{param}.json_schema", "is missing: must be given for the type json_schema")
     schema = wanted.json_schema.schema
-    return _of_schema(schema, f"{param}.json_schema.schema") or GrammarSource(
+    given = _of_schema(schema, f"{param}.json_schema.schema") or GrammarSource(
         "json_schema", ANY_OBJECT, param
     )
+    return msgspec.structs.replace(given, of_answer=True)
 
 
 def of_structured_outputs(raw: RawJson) -> GrammarSource | None:
