@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from medha.checkpoints.decoder_config import read_config
 from medha.checkpoints.families import ARCHITECTURES
 from medha.checkpoints.families import FAMILIES as KNOWN
+from medha.checkpoints.tensor_names import check_names
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
@@ -475,3 +478,43 @@ def test_tensors_that_a_family_needs_are_missed_by_name(
         (folder / "config.json").write_text(json.dumps(raw))
         with pytest.raises(CheckpointError, match=f"has no tensor .*{missed}, which config.json"):
             SoloEngine(folder)
+
+
+def test_tensors_that_a_family_does_not_have_are_named(
+    checkpoint: Folder, tmp_path: pathlib.Path
+) -> None:
+    """A larger model's weights under the config of a smaller one would give other tokens."""
+    more: dict[str, tuple[str, dict[str, Any]]] = {
+        "q_proj.bias": ("qwen2", {"model_type": "llama"}),
+        "k_norm.weight": ("qwen3", {"model_type": "llama"}),
+        "layers.1.": ("llama", {"num_hidden_layers": 1}),
+        "experts.5.": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2}),
+    }
+    for part, (family, change) in more.items():
+        source = checkpoint(FAMILIES[family])
+        folder = shutil.copytree(source, tmp_path / part)
+        raw = json.loads((source / "config.json").read_text())
+        raw = {key: value for key, value in raw.items() if key != "num_local_experts"} | change
+        (folder / "config.json").write_text(json.dumps(raw | {"architectures": None}))
+        for check in (lambda at: check_names(at, read_config(at)), SoloEngine):
+            with pytest.raises(CheckpointError, match=f"{re.escape(part)}.*does not imply"):
+                check(folder)
+
+
+def test_tensors_that_change_nothing_may_be_there(
+    checkpoint: Folder, oracle: Oracle, tmp_path: pathlib.Path
+) -> None:
+    """Tables of rotation, scales of FP8 pages, a layer that predicts further tokens."""
+    source, tokens = checkpoint(FAMILIES["llama"]), recalling(100, 512, seed=1)
+    folder = shutil.copytree(source, tmp_path / "more")
+    held = load_file(folder / "model.safetensors")
+    layers = FAMILIES["llama"].layers
+    held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    held["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    held[f"model.layers.{layers}.eh_proj.weight"] = torch.ones(4, 8)
+    held[f"model.layers.{layers}.input_layernorm.weight"] = torch.ones(4)
+    held["v_head.summary.weight"] = torch.ones(1, 4)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    check_names(folder, read_config(folder))
+    actual = prefill(SoloEngine(folder), 1, tokens, 100)
+    assert difference(actual, oracle(source, tokens)) < TOLERANCE

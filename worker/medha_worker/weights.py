@@ -24,7 +24,14 @@ from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.quantization import refuse_unnamed
 from medha.checkpoints.routed_experts import RoutedExperts
-from medha.checkpoints.tensor_names import EMBEDDING, HEAD, NORM, missing, missing_head
+from medha.checkpoints.tensor_names import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    missing,
+    missing_head,
+    refuse_more,
+)
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
 from medha_worker.attention.fp8_scales import Scales, of_layer
@@ -165,6 +172,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def check(self, config: DecoderConfig) -> None:
+        """Raise CheckpointError for a tensor of a layer that `config` does not imply."""
+        refuse_more(self.folder, self._file_of, config)
+
     def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
         """Return a lazy slice of tensor `name`, which must have `shape` (None: any) and one of
         `types`."""
@@ -218,6 +229,8 @@ def load(
     SpecError if `tp` does not divide the model.
     """
     check_tp(tp, config.heads, config.kv_heads, config.divided_width)
+    if isinstance(checkpoint, Checkpoint):
+        checkpoint.check(config)
     loader = _Loader(checkpoint, config, layers, shard, tp, dtype, progress, device)
     if packed:
         loader.scratch = Scratch(dtype, device)

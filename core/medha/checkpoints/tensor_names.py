@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 
 from medha.checkpoints.checkpoint_files import SINGLE, file_of_each, tensor_headers
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.quantization import refuse_unnamed
 from medha.errors import CheckpointError
+
+# Beginning of a tensor's name in a layer, and the module of what changes the layer's results. Other
+# parts (scales, zeros, tables of rotation) belong to a module's format.
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_COUNTS = re.compile(r"(.+)\.(?:weight|weight_packed|qweight|bias|e_score_correction_bias)")
+# Only layers that predict further tokens (MTP), which are not served, have this projection.
+_OF_FURTHER_TOKENS = ".eh_proj."
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -27,6 +35,33 @@ def check_names(folder: pathlib.Path, model: DecoderConfig) -> None:
             if model.quantization is None:
                 refuse_unnamed(folder, module)
             raise missing(folder, module + packed)
+    refuse_more(folder, held, model)
+
+
+def refuse_more(folder: pathlib.Path, held: Collection[str], model: DecoderConfig) -> None:
+    """Raise CheckpointError for a tensor of a layer that config.json does not imply: without it the
+    layer computes something else.
+
+    Layers that predict further tokens do not count, nor biases of GPTQ, whose tools write zeros.
+    """
+    known = set(vectors(model))
+    modules = set(projections(model))
+    further = {
+        place[1] for name in held if _OF_FURTHER_TOKENS in name and (place := _LAYER.match(name))
+    }
+    for name in held:
+        place, part = _LAYER.match(name), _COUNTS.fullmatch(name)
+        if place is None or part is None or name in known or place[1] in further:
+            continue
+        if not name.endswith("bias") and part[1] in modules:
+            continue
+        if model.quantization and model.quantization.method == "gptq" and name.endswith(".bias"):
+            continue
+        raise CheckpointError(
+            f"{folder} has a tensor {name}, which config.json does not imply, and without which the"
+            " answers would be wrong; config.json and the weights must be of one model: fetch both"
+            " again"
+        )
 
 
 def missing(folder: pathlib.Path, name: str) -> CheckpointError:
