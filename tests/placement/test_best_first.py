@@ -15,6 +15,7 @@ from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes
 from medha.profile import A100
 from medha.sim.scenario import LLAMA_3_8B
+from medha.tenants import TenantWork
 from medha.topology import Topology
 
 
@@ -68,6 +69,7 @@ def random_load(rng: random.Random, groups: int) -> Load:
         predicted_tpot_s=rng.choice((0.0, 0.01, 0.03)),
         share=rng.choice((1.0, 0.8)),
         long_factor=rng.choice((1.0, 1.3)),
+        promised_work=(TenantWork("", 1.0, rng.choice((0.0, 1.0))), TenantWork("a", 9.0, 2.0)),
         free_places=rng.choice((0, 100)),
     )
 

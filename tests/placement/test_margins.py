@@ -52,17 +52,35 @@ def test_what_fits_is_what_keeps_every_promise(
     assert fits == feasible([*promises, (due, work)])
 
 
-@given(JOBS, st.integers(1, 6))
+@given(JOBS, st.integers(1, 14), st.integers(1, 6), st.sampled_from([0.5, 1.0]))
+def test_what_fits_leaves_others_a_part_of_the_time_that_promises_wait(
+    jobs: list[tuple[int, int]], due: int, work: int, others: float
+) -> None:
+    margins, promises = Margins(), kept(jobs)
+    margins.recount(reported(promises), 100.0, [])
+
+    def work_by(due_in_s: int) -> int:
+        return sum(seconds for at, seconds in promises if at <= due_in_s)
+
+    later = [at for at, _ in promises if at > due]
+    fits = margins.room_s(100.0 + due, 0.0, 100.0, work, others=others) >= work
+    assert fits == (
+        (1.0 + others) * work_by(due) + work <= due
+        and all((1.0 + others) * (work_by(at) + work) <= at for at in later)
+    )
+
+
+@given(JOBS, st.integers(1, 6), st.sampled_from([0.0, 0.5]))
 def test_the_earliest_deadline_that_fits_is_the_earliest(
-    jobs: list[tuple[int, int]], work: int
+    jobs: list[tuple[int, int]], work: int, others: float
 ) -> None:
     margins = Margins()
     margins.recount(reported(kept(jobs)), 100.0, [])
 
     def fits(due_in_s: float) -> bool:
-        return margins.room_s(100.0 + due_in_s, 0.0, 100.0) >= work
+        return margins.room_s(100.0 + due_in_s, 0.0, 100.0, float(work), others=others) >= work
 
-    earliest_s = margins.earliest_s(float(work), 0.0, 100.0)
+    earliest_s = margins.earliest_s(float(work), 0.0, 100.0, others=others)
     assert fits(earliest_s)
     assert not any(fits(0.5 * half) for half in range(1, int(2 * earliest_s)))
 

@@ -20,6 +20,7 @@ from medha.model import CHUNK_TOKENS, ModelShape
 from medha.predictor import Predictor
 from medha.profile import A100, CPU_CORE, Profile
 from medha.sim.scenario import LLAMA_3_8B
+from medha.tenants import TenantWork
 from medha.topology import Topology
 
 SMALL = ModelShape(
@@ -50,6 +51,23 @@ def shaped(
 
 def request(due_s: float = 10.0, prompt_tokens: int = 1000, id: str = "n") -> PendingRequest:
     return PendingRequest(id=id, prompt_tokens=prompt_tokens, max_output_tokens=100, due_s=due_s)
+
+
+def test_a_long_prompt_leaves_less_room_for_short_ones_of_other_tenants() -> None:
+    """Half of its work for all that come: two thirds of them of `a`, a third of `b`."""
+    promised = (TenantWork("a", 9.0, 2.0), TenantWork("b", 9.0, 1.0))
+    busy = msgspec.structs.replace(IDLE, long_factor=1.5, promised_work=promised)
+    alone = msgspec.structs.replace(busy, promised_work=promised[:1])
+
+    def room(tenant: str, load: Load = busy) -> float:
+        long = msgspec.structs.replace(request(99.0, 100_000), tenant=tenant)
+        return assess(estimate(load=load), long, 0.0).cost_s / idle_s - 1.0
+
+    idle_s = assess(estimate(), request(99.0, 100_000), 0.0).cost_s
+    assert room("a", alone) == pytest.approx(0.5, rel=0.01)
+    own = {"a": 2.0 / 7.0, "b": 1.0 / 8.0, "c": 0.0}
+    for tenant, part in own.items():
+        assert room(tenant) == pytest.approx(part + min(0.25, 0.5 - part), rel=0.01)
 
 
 def loaded(*margins: tuple[float, float]) -> Load:

@@ -154,29 +154,48 @@ class Margins:
         now: float,
         work_s: float = 0.0,
         answer: AnswerTime = NO_ANSWER,
+        others: float = 0.0,
     ) -> float:
         """Return the work due at `due_s` that fits with all promises.
 
         It must meet its own deadline, after all promises before it and with `spare_s` to spare, and
-        with its `answer` fit the margins of later ones, which `work_s` delays too.
+        with its `answer` fit the margins of later ones, which `work_s` delays too. While a promise
+        waits behind work, `others` take a part as long as that.
         """
         place = bisect.bisect_right(self._due, due_s)
-        later_s = min(self._after(place, work_s, answer), default=math.inf) + work_s
-        return min(later_s, due_s - now - self._before_s(place, now) - spare_s)
+        later = self._left_by(others, self._after(place, work_s, answer), now)
+        later_s = min(later, default=math.inf) + work_s
+        before_s = (1.0 + others) * self._before_s(place, now)
+        return min(later_s, due_s - now - before_s - spare_s)
 
     def earliest_s(
-        self, work_s: float, spare_s: float, now: float, answer: AnswerTime = NO_ANSWER
+        self,
+        work_s: float,
+        spare_s: float,
+        now: float,
+        answer: AnswerTime = NO_ANSWER,
+        others: float = 0.0,
     ) -> float:
         """Return the earliest deadline, in seconds from now, at which work fits with all promises.
 
         Behind a promise, every later margin must hold the work, and so must its own sum.
         """
         place = len(self._margin)
-        after = self._after(0, work_s, answer)
+        after = self._left_by(others, self._after(0, work_s, answer), now)
         while place and after[place - 1] >= 0.0:
             place -= 1
-        earliest_s = self._before_s(place, now) + work_s + spare_s
+        earliest_s = (1.0 + others) * self._before_s(place, now) + work_s + spare_s
         return max(earliest_s, self._due[place - 1] - now) if place else earliest_s
+
+    def _left_by(self, others: float, margins: list[float], now: float) -> list[float]:
+        """Return what is left of the last margins if others take a part of the time before."""
+        if not others:
+            return margins
+        due = self._due[len(self._due) - len(margins) :]
+        return [
+            left - others * max(0.0, due_s - left - now)
+            for due_s, left in zip(due, margins, strict=True)
+        ]
 
     def _before_s(self, place: int, now: float) -> float:
         """Return the seconds until the promises before a place are done."""

@@ -102,13 +102,15 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a prefill alongside decodes.
 
     `work_s`: in all; `cost_s`: of stage 0, as promises count it; `own_s`: what delays only the
-    prompt itself, behind stage 0 and before a batch that the Load does not know ends.
+    prompt itself, behind stage 0 and before a batch that the Load does not know ends. `others`:
+    part of the work before it that is left for others.
     """
 
     work_s: float
     cost_s: float
     own_s: float
     is_long: bool
+    others: float = 0.0
 
 
 class Outline(msgspec.Struct, frozen=True):

@@ -29,6 +29,9 @@ LEAST_REST = 0.05
 """Part of their time that decodes leave to prefills at least, as the delay of an answer counts."""
 ANSWER_GUARD = 1.25
 """By which the delay of an answer counts for more: deeper prompts lose more by short batches."""
+MOST_FOR_OTHERS = 0.25
+"""Room that a long prompt leaves for short ones of other tenants while it runs, as a part of its
+work: half of what it leaves anyway if it is due in 1.5 times that, as by default."""
 ROUNDING_S = 1e-4
 """More than the sums of a Load are below 0, or differ by the order of adding."""
 
@@ -218,7 +221,7 @@ def complete(
         needed_s=needed.cost_s + needed.own_s,
         finish_s=outlined.finish_s,
         earliest_s=max(
-            group_margins.earliest_s(needed.cost_s, needed.own_s, now, answer)
+            group_margins.earliest_s(needed.cost_s, needed.own_s, now, answer, needed.others)
             for group_margins in margins
         ),
         fits=fits,
@@ -256,8 +259,10 @@ def _cost(
     drain_s = (estimate.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
     reckoned_s = max(drain_s, estimate.drain_s - 0.5 * estimate.max_batch_s)
     is_long = busy_s > 8.0 * estimate.max_batch_s
+    before = 0.0
     if is_long:
-        inflation *= load.long_factor
+        room, before = _room_left(estimate, request.tenant)
+        inflation *= 1.0 + room
     share_s = busy_s / load.share
     known = now <= estimate.updated_s + max(load.lead_s, default=0.0)
     rest_s = 0.0 if known else 0.5 * min(load.budget_s, estimate.max_batch_s)
@@ -265,7 +270,25 @@ def _cost(
         tpot_s = _tpot_in_force_s(estimate, request)
         busy_s = max(busy_s, estimate.first_s(cached, end, tpot_s))
     cost_s = busy_s / load.share * inflation + estimate.overhead_s
-    return Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long)
+    return Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long, before)
+
+
+def _room_left(estimate: ReplicaEstimate, tenant: str) -> tuple[float, float]:
+    """Return the room that a long prompt leaves for short ones to come: parts of its own work, and
+    of the work before it.
+
+    The Load counts those of all tenants. As many of them are of its own tenant as that was
+    promised: it leaves those all while it runs. Others can count on MOST_FOR_OTHERS, and on all
+    while it waits.
+    """
+    own_s = estimate.promised_work_s(tenant, True)
+    all_s = sum(work.short_s for work in estimate.load.promised_work)
+    room = estimate.load.long_factor - 1.0
+    if own_s >= all_s:
+        return room, 0.0
+    part = own_s / all_s * room / (1.0 + room)
+    own = part / (1.0 - part)
+    return own + min(room - own, MOST_FOR_OTHERS), room - own
 
 
 def _rooms(
@@ -273,7 +296,7 @@ def _rooms(
 ) -> list[float]:
     """Return the seconds of work that fit with all promises, for each list of margins."""
     return [
-        margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, answer)
+        margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, answer, cost.others)
         for margins in estimate.margins
     ]
 
