@@ -91,6 +91,22 @@ def test_offers_follow_the_budget_of_the_last_load_whatever_it_was_before() -> N
         assert offer == assess(estimate(load=load), request(prompt_tokens=30_000), 0.0)
 
 
+def test_only_long_prompts_leave_a_later_promise_time_for_answers_to_come() -> None:
+    """Answers to come take a fifth of the capacity, an eighth of the time, of 50 s."""
+    load = msgspec.structs.replace(
+        loaded((50.0, 3.0)), budget_s=0.05, decode_capacity_s=0.03, decode_parts=((1.0, 0.2),)
+    )
+    load = msgspec.structs.replace(load, decode_room_s=0.03)
+    at = shaped(LLAMA_3_8B, load=load, max_batch_s=0.1)
+    short, long = (
+        assess(at, msgspec.structs.replace(request(20.0, tokens), max_output_tokens=1), 0.0)
+        for tokens in (5000, 40_000)
+    )
+    assert short.fits and short.earliest_s < 1.0
+    assert long.cost_s < 2.0 and not long.fits
+    assert long.earliest_s >= 50.0
+
+
 def test_without_a_promise_the_first_token_waits_for_promises_and_not_for_a_guard() -> None:
     idle = assess(estimate(), request(), 0.0)
     assert idle.needed_s == idle.earliest_s > idle.work_s

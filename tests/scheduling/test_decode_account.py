@@ -39,6 +39,32 @@ def test_a_promise_counts_the_decodes_that_it_brings(
     assert leftovers(plan) == {}
 
 
+@pytest.mark.parametrize("when_infeasible", ["refuse", "relegate"])
+def test_reported_margins_leave_time_for_answers_to_come_only_to_the_relegated(
+    when_infeasible: str,
+) -> None:
+    """A short prompt may use that time where nothing is relegated."""
+    classes = (SloClass(when_infeasible=when_infeasible),)
+    plan = scheduler(settings=SETTINGS, batch_s=0.003, classes=classes)
+    driven = Driven(plan)
+    names = [f"a{number}" for number in range(9)]
+    driven.submit(
+        [request(name, 10, output_tokens=200, tpot_s=0.05, promised=True) for name in names]
+    )
+    driven.run(0.1)
+    driven.submit([request("long", 60_000, 0.1, within_s=12.0, output_tokens=1, promised=True)])
+    driven.run(0.15)
+    (reported,) = plan.load(driven.now).margins
+    assert len(plan._running.running) == len(names)
+    lead_s = plan._in_flight.lead_s(0, driven.now, plan._account.budget_s)
+    exact_s = plan._promises.least_margin_s(0, driven.now + lead_s)
+    least_s = min(margin_s for _, margin_s in reported)
+    if when_infeasible == "refuse":
+        assert least_s == pytest.approx(exact_s)
+    else:
+        assert least_s < exact_s - 0.05
+
+
 def test_without_decodes_nothing_runs_beside_a_prompt() -> None:
     plan = scheduler(settings=SETTINGS, batch_s=0.003)
     plan.submit(request("one", 500, within_s=4.0, output_tokens=1), 0.0)

@@ -221,8 +221,9 @@ def complete(
         needed_s=needed.cost_s + needed.own_s,
         finish_s=outlined.finish_s,
         earliest_s=max(
-            group_margins.earliest_s(needed.cost_s, needed.own_s, now, answer, needed.others)
+            group_margins.earliest_s(needed.cost_s, needed.own_s, now, alongside, needed.others)
             for group_margins in margins
+            for alongside in _alongside(estimate, needed, answer, now)
         ),
         fits=fits,
         roomy=pages <= free,
@@ -295,10 +296,30 @@ def _rooms(
     estimate: ReplicaEstimate, request: PendingRequest, cost: Cost, answer: AnswerTime, now: float
 ) -> list[float]:
     """Return the seconds of work that fit with all promises, for each list of margins."""
+    answers = _alongside(estimate, cost, answer, now)
     return [
-        margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, answer, cost.others)
+        min(
+            margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, alongside, cost.others)
+            for alongside in answers
+        )
         for margins in estimate.margins
     ]
+
+
+def _alongside(
+    estimate: ReplicaEstimate, cost: Cost, answer: AnswerTime, now: float
+) -> tuple[AnswerTime, ...]:
+    """Return the answers: promises due later must hold alongside each.
+
+    A long prompt leaves them the time of answers to come, which short prompts may use. Where the
+    Load sets time aside for relegated prompts, its margins leave that time already.
+    """
+    load = estimate.load
+    is_left = load.share < 1.0 - ROUNDING_S or not load.decode_capacity_s
+    if is_left or not cost.is_long or not load.decode_parts:
+        return (answer,)
+    rest_s = max(load.budget_s - load.decode_parts[0][1] * load.decode_capacity_s, 1e-6)
+    return answer, AnswerTime(load.budget_s / rest_s - 1.0, now, math.inf)
 
 
 def _decode(estimate: ReplicaEstimate, decode_s: float, is_long: bool) -> tuple[float, bool]:

@@ -10,7 +10,8 @@ With promises, what a prompt's answer will take counts too. The account of decod
    own. While batches span groups, they wait for the slowest: then those of the group with most.
    What decodes take of one batch is added: the last batch holds them all, but is not full.
 4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
-   peak of decodes left free for others, and if C holds its own decode at its first token.
+   peak of decodes left free for others, and if C holds its own decode at its first token. A router
+   gives that room to short prompts where nothing is relegated.
 5. A prompt without a promise starts if every promise still fits alongside its decode.
 6. A long prompt ends once the promises that do not count its decode fit alongside it: all for
    one without a promise, for others those that are due before it.
@@ -470,9 +471,13 @@ class DecodeAccount:
         )
 
     def try_nothing(self, group: int, now: float) -> None:
-        """Compute what the work of each promise is for a new promise of next to no work."""
+        """Compute what the work of each promise is for a new promise of next to no work.
+
+        Where nothing is relegated, a short prompt uses the room that promises leave to others.
+        """
         rows, part = self.waiting[group].rows, self._part(1.0)
-        rows.try_decode(-1, 0.0, self.promise_part(now), NONE_ADDED, now, self.budget_s, part)
+        least = self.promise_part(now) if self.promises.sets_aside else 0.0
+        rows.try_decode(-1, 0.0, least, NONE_ADDED, now, self.budget_s, part)
 
     def _try(
         self,

@@ -110,6 +110,11 @@ class PromiseSet:
         relegated = self.relegates or any(queue.relegated for queue in self.waiting.values())
         self._inflation = 1.0 / (1.0 - self.settings.relegated_share) if relegated else 1.0
 
+    @property
+    def sets_aside(self) -> bool:
+        """Promises leave relegated prompts a share of the time."""
+        return self._inflation > 1.0
+
     def full_cost_s(self, work_s: float) -> float:
         """Return the time that a promise for that much work takes up."""
         return (work_s + self.overhead_s) * self._inflation
