@@ -204,11 +204,13 @@ class Service:
             if params.grammar is not None:
                 checked = self._checked_grammar(params.grammar, client_request, version)
                 grammar = await self._hold(checked, owner)
-            prompts = await self._hold(self._encoded(client_request, model, version), owner)
+            prompts = await self._hold(self._encoded(client_request, model, version, slo), owner)
             while not version.open:  # its replicas left during the encoding
                 client_request.held = client_request.held or not model.ready
                 version = await self._open(model, adapter, owner)
-                prompts = await self._hold(self._encoded(client_request, model, version), owner)
+                prompts = await self._hold(
+                    self._encoded(client_request, model, version, slo), owner
+                )
             self._prepare(client_request, model, version, prompts, slo, grammar)
             self._count(client_request)
             try:
@@ -301,21 +303,26 @@ class Service:
         return tuple(Prompt(part, b"".join(parts)) for part, parts in zip(kept, names, strict=True))
 
     async def _encoded(
-        self, client_request: ClientRequest, model: ServedModel, version: ModelVersion
+        self,
+        client_request: ClientRequest,
+        model: ServedModel,
+        version: ModelVersion,
+        slo: SloOverride,
     ) -> tuple[Prompt, ...]:
         """Encode the prompts, and prepare the forecasts for them in turns of the loop.
 
         A Load that arrives in between may undo them, but not in the last turn.
         """
         prompts = await self.encode_for(client_request, model, version)
-        dispatcher, tpot_s = model.dispatcher, client_request.slo_class.slo.tpot_s
+        dispatcher, class_tpot_s = model.dispatcher, client_request.slo_class.slo.tpot_s
+        tpot_s = slo.tpot_s or class_tpot_s
         longest = max(prompt.length for prompt in prompts)
         matched = prompts if sum(prompt.length for prompt in prompts) > LONG_TOKENS else ()
         for _ in range(FORECAST_ROUNDS):
             paused, began_s = False, self._clock()
             for _ in itertools.chain(
                 *(dispatcher.match_ahead(prompt.hashes) for prompt in matched),
-                dispatcher.extend_forecasts(longest, version.key, tpot_s),
+                dispatcher.extend_forecasts(longest, version.key, class_tpot_s, tpot_s),
             ):
                 if self._clock() - began_s > TURN_S:
                     await asyncio.sleep(0)

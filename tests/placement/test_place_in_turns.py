@@ -87,14 +87,14 @@ def test_forecasts_are_prepared_in_steps_once_for_each_budget() -> None:
     dispatcher = Dispatcher[Item]([RELEGATING])
     serving = [Replica(f"r{at}", Predictor(A100, LLAMA_3_8B, Topology())) for at in range(3)]
 
-    def report(budget_s: float) -> None:
+    def report(budget_s: float, decodes: float = 0.4) -> None:
         for replica in serving:
-            of_budget = {"budget_s": budget_s, "decode_capacity_s": 0.4 * budget_s}
+            of_budget = {"budget_s": budget_s, "decode_capacity_s": decodes * budget_s}
             replica.load = msgspec.structs.replace(LOAD, **of_budget)
             dispatcher.update_replica(replica, 0.0)
 
-    def steps(tokens: int, tpot_s: float = 0.03) -> int:
-        return sum(1 for _ in dispatcher.extend_forecasts(tokens, "1", tpot_s))
+    def steps(tokens: int, class_tpot_s: float = 0.03, tpot_s: float = 0.03) -> int:
+        return sum(1 for _ in dispatcher.extend_forecasts(tokens, "1", class_tpot_s, tpot_s))
 
     report(0.1)
     assert steps(2000) == 3 and steps(1000) == 0  # a step of each replica
@@ -105,6 +105,11 @@ def test_forecasts_are_prepared_in_steps_once_for_each_budget() -> None:
     assert steps(50_000) == 0, "budgets come back"
     assert steps(2000, 0.02) == 3, "another class has other deadlines by default"
     assert steps(99_999_999) > 0 == steps(100_000), "no longer than a request can be"
+    assert steps(2000, tpot_s=0.02) == 0, "the TPOT is in force anyway"
+    report(0.1, decodes=0.0)
+    assert steps(2000) == 3
+    assert steps(2000, tpot_s=0.02) == 3, "a first answer brings batches of its own TPOT"
+    assert steps(2000, tpot_s=0.02) == steps(2000) == 0
 
 
 def test_forecasts_that_lack_are_steps_of_placing() -> None:

@@ -131,7 +131,7 @@ def test_forecasts_that_were_extended_in_steps_are_those_of_one_step(
     )
     stepped, fresh = (estimate("r0", load, 0.0, **topology) for _ in range(2))
     for step in forecast_steps(tokens):
-        stepped.extend(step, 0.03)
+        stepped.extend(step, 0.03, 0.03)
     of = request(prompt_tokens=tokens)
     assert assess(stepped, of, 0.0) == assess(fresh, of, 0.0)
     assert stepped.reference_work_s(tokens, 0, 0.03) == fresh.reference_work_s(tokens, 0, 0.03)

@@ -266,20 +266,23 @@ class Dispatcher(Generic[Item]):
         return self._index.matching(PageNames(hashes))
 
     def extend_forecasts(
-        self, prompt_tokens: int, version: str, tpot_s: float | None
+        self, prompt_tokens: int, version: str, class_tpot_s: float | None, tpot_s: float
     ) -> Iterator[None]:
         """Prepare the forecasts for a prompt, in steps of about a millisecond.
+
+        `class_tpot_s`: as `idle_work_s` needs it, or None; `tpot_s`: that of the request.
 
         Nothing is left to do until a prompt is longer, or a replica has batches of a new budget.
         Without this, the first forecast for a million tokens takes up to 20 ms a replica.
         """
+        tpot_s = min(tpot_s, self._class_tpot_s)
         for estimate in self._serving(version):
             most = min(prompt_tokens, estimate.max_context_tokens)
-            if estimate.is_extended(most, tpot_s):
+            if estimate.is_extended(most, class_tpot_s, tpot_s):
                 continue
             for tokens in forecast_steps(most):
-                if not estimate.is_extended(tokens, tpot_s):
-                    estimate.extend(tokens, tpot_s)
+                if not estimate.is_extended(tokens, class_tpot_s, tpot_s):
+                    estimate.extend(tokens, class_tpot_s, tpot_s)
                     yield
 
     # --- requests ---------------------------------------------------------------------------------
@@ -445,7 +448,7 @@ class Dispatcher(Generic[Item]):
                 continue
             item = self._items[waiting_id]
             pending = _pending(item, self._class_tpot_s)
-            steps = self.extend_forecasts(pending.prompt_tokens, item.version, None)
+            steps = self.extend_forecasts(pending.prompt_tokens, item.version, None, pending.tpot_s)
             if any(True for _ in steps):  # the rest is left to the next steps
                 self._round = itertools.chain([waiting_id], self._round)
                 return True

@@ -120,22 +120,27 @@ class ReplicaEstimate:
         return self._current_times
 
     def first_s(self, start: int, end: int, tpot_s: float) -> float:
-        """Return the time of a prompt that brings a replica its first answer.
+        """Return the time of a prompt that brings a replica its first answer; 0 without budgets."""
+        times = self._first_times(tpot_s)
+        return times.alongside_s(start, end, self.settings.decode_room) if times else 0.0
 
-        From its acceptance on, the replica counts on batches as short as that TPOT makes them. 0 if
-        batches have no budget.
+    def _first_times(self, tpot_s: float) -> PrefillTimes | None:
+        """Return the tables of a prompt that brings a replica its first answer.
+
+        From its acceptance on, the replica counts on batches as short as that TPOT makes them. None
+        if batches have no budget.
         """
         settings, predictor = self.settings, self.predictor
         budget_s = settings.planned_budget_s(tpot_s, predictor.topology.spp)
         if budget_s <= 0.0:
-            return 0.0
+            return None
         capacity_s = self._capacities_s.get(budget_s)
         if capacity_s is None:
             if len(self._capacities_s) >= MAX_TIMES:
                 self._capacities_s.clear()
             capacity_s = decode_capacity_s(predictor, budget_s, settings.prefill_share)
             self._capacities_s[budget_s] = capacity_s
-        return self._times_of(budget_s, capacity_s).alongside_s(start, end, settings.decode_room)
+        return self._times_of(budget_s, capacity_s)
 
     def _times_of(self, budget_s: float, capacity_s: float) -> PrefillTimes:
         """Return the tables of a budget. It may come back: a TPOT is in force for a while."""
@@ -159,23 +164,29 @@ class ReplicaEstimate:
             self._reference_budgets_s[tpot_s] = budget_s
         return self.predictor.at_budget(budget_s).prefill_s(prompt_tokens, cached_tokens)
 
-    def extend(self, tokens: int, tpot_s: float | None) -> None:
+    def extend(self, tokens: int, class_tpot_s: float | None, tpot_s: float) -> None:
         """Extend the tables of prefill times to a length, which later forecasts look up.
 
-        Time grows with the tokens beyond the longest prompt so far. Without a TPOT, reference work
-        is left out.
+        Time grows with the tokens beyond the longest prompt so far. Without the TPOT of a class,
+        reference work is left out. `tpot_s`: in force if this brings the replica's first answer.
         """
-        if tpot_s is not None:
-            self.reference_work_s(tokens, 0, tpot_s)
-            longest = self._reference_tokens.get(tpot_s, 0)
-            self._reference_tokens[tpot_s] = max(tokens, longest)
-        self.times().extend(tokens)
+        if class_tpot_s is not None:
+            self.reference_work_s(tokens, 0, class_tpot_s)
+            longest = self._reference_tokens.get(class_tpot_s, 0)
+            self._reference_tokens[class_tpot_s] = max(tokens, longest)
+        for times in self._needed_times(tpot_s):
+            times.extend(tokens)
 
-    def is_extended(self, tokens: int, tpot_s: float | None) -> bool:
-        """Return whether forecasts for that length only look up tables."""
-        if tpot_s is not None and self._reference_tokens.get(tpot_s, 0) < tokens:
+    def is_extended(self, tokens: int, class_tpot_s: float | None, tpot_s: float) -> bool:
+        """Return whether forecasts for that length only look up tables. Arguments as `extend`."""
+        if class_tpot_s is not None and self._reference_tokens.get(class_tpot_s, 0) < tokens:
             return False
-        return self.times().extended_tokens >= tokens
+        return all(times.extended_tokens >= tokens for times in self._needed_times(tpot_s))
+
+    def _needed_times(self, tpot_s: float) -> tuple[PrefillTimes, ...]:
+        """Return the tables that a forecast may look up."""
+        first = None if self.load.decode_capacity_s else self._first_times(tpot_s)
+        return (first, self.times()) if first is not None else (self.times(),)
 
     def _take(self, load: Load, now: float) -> None:
         """Take over a Load, and what its pages mean.
