@@ -72,8 +72,8 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 # Full length of the long campaigns of tests/api; without it they are short, or skipped.
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
-test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: short campaigns)
-	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api
+test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: those that `test` leaves)
+	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api $(if $(SHORT),$(addprefix --ignore=,$(QUICK)))
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
 	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine import plain_library
 from tests.engine.test_attention_splits import cut
@@ -96,6 +96,7 @@ def test_small_chunks_are_attended_to_beside_cut_ones_and_decodes() -> None:
     assert same(*run(works, 0, attention))
 
 
+@settings(max_examples=20)
 @given(st.lists(work, min_size=1, max_size=6), st.integers(0, 3), st.sampled_from([3 * T, 99]))
 def test_large_chunks_over_gathered_keys_agree_with_plain_attention(
     works: list[Work], seed: int, most: int
@@ -319,6 +320,7 @@ def test_chunks_whose_narrow_parts_would_take_too_much_memory_run_on_fa2(
     assert not call.narrow
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3), st.sampled_from([0, 9]))
 def test_a_graphs_decodes_are_those_of_a_plan(held: list[int], seed: int, window: int) -> None:
     attention, spare = paged(), PAGES

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(400)
 MANY = {
     "type": "array",
     "items": TEAM,
-    "minItems": 2,
-    "maxItems": 2,
+    "minItems": 1,
+    "maxItems": 1,
 }
 
 
@@ -36,7 +36,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_outputs_at_temperature_one_fit_their_schema(up: Up) -> None:
-    assert count_valid(up.url, 12) == 12
+    assert count_valid(up.url, 5) == 5
 
 
 def stream(up: Up, kill: Callable[[], object] = lambda: None) -> str:
@@ -63,7 +63,7 @@ def stream(up: Up, kill: Callable[[], object] = lambda: None) -> str:
 
 def test_a_grammar_survives_the_rank_that_applied_it(up: Up) -> None:
     whole = stream(up)
-    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 2
+    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 1
     victim = up.children()["tiny-0-g0-s1-t0"]
     assert stream(up, victim.kill) == whole
 
@@ -91,7 +91,7 @@ def test_a_grammar_survives_the_death_of_its_replica(pair: Up) -> None:
                 killed.append(name)
 
     whole = stream(pair)
-    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 2
+    assert all(map(is_team, json.loads(whole))) and len(json.loads(whole)) == 1
     assert stream(pair, kill) == whole
     left = ("probably dead: moving 1", "is lost: ")  # the latter if the controller restarts first
     assert len(killed) == 2 and any(reason in pair.said for reason in left)

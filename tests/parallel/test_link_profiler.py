@@ -24,16 +24,15 @@ def profiled(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(argv, capture_output=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_a_cpu_exchange_every_size(ranks: int) -> None:
-    done = profiled("--device", "cpu", "--ranks", str(ranks), "--seconds", "0.1")
+def test_ranks_of_a_cpu_exchange_every_size() -> None:
+    done = profiled("--device", "cpu", "--ranks", "3", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
     lines = [msgspec.json.decode(line, type=TimedExchange) for line in done.stdout.splitlines()]
     sizes = list(exchange_sizes(4 << 20))
     assert [(own.kind, own.size_bytes, own.unseen) for own in lines] == [
         (kind, *size) for kind in EXCHANGES for size in sizes
     ]
-    assert {own.ranks for own in lines} == {ranks}
+    assert {own.ranks for own in lines} == {3}
     assert all(0.0 < own.seconds < 60.0 for own in lines)
 
 
