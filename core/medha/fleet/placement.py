@@ -260,9 +260,9 @@ def _cost(
     drain_s = (estimate.predictor.topology.spp - 1) * min(busy_s, load.budget_s)
     reckoned_s = max(drain_s, estimate.drain_s - 0.5 * estimate.max_batch_s)
     is_long = busy_s > 8.0 * estimate.max_batch_s
-    before = 0.0
+    others = 0.0
     if is_long:
-        room, before = _room_left(estimate, request.tenant)
+        room, others = _room_left(estimate, request.tenant)
         inflation *= 1.0 + room
     share_s = busy_s / load.share
     known = now <= estimate.updated_s + max(load.lead_s, default=0.0)
@@ -271,7 +271,7 @@ def _cost(
         tpot_s = _tpot_in_force_s(estimate, request)
         busy_s = max(busy_s, estimate.first_s(cached, end, tpot_s))
     cost_s = busy_s / load.share * inflation + estimate.overhead_s
-    return Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long, before)
+    return Cost(share_s + drain_s, cost_s, reckoned_s + rest_s, is_long, others)
 
 
 def _room_left(estimate: ReplicaEstimate, tenant: str) -> tuple[float, float]:

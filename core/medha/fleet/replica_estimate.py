@@ -91,6 +91,7 @@ class ReplicaEstimate:
         self.closed = False
         self._most_tokens: int | None = None  # computed from the Load when it is needed
         self._current_times: PrefillTimes | None = None  # of the Load, once they are needed
+        self._current_first: tuple[float, PrefillTimes | None] | None = None  # likewise, of a TPOT
         self._take(Load(), 0.0)
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
@@ -130,6 +131,11 @@ class ReplicaEstimate:
         From its acceptance on, the replica counts on batches as short as that TPOT makes them. None
         if batches have no budget.
         """
+        if self._current_first is None or self._current_first[0] != tpot_s:
+            self._current_first = tpot_s, self._find_first_times(tpot_s)
+        return self._current_first[1]
+
+    def _find_first_times(self, tpot_s: float) -> PrefillTimes | None:
         settings, predictor = self.settings, self.predictor
         budget_s = settings.planned_budget_s(tpot_s, predictor.topology.spp)
         if budget_s <= 0.0:
@@ -196,7 +202,7 @@ class ReplicaEstimate:
         window slides.
         """
         self.load, self.updated_s, self._most_tokens = load, now, None
-        self._current_times = None
+        self._current_times = self._current_first = None
         self.kept = self.predictor.shape.kept_pages(load.page_tokens)
         self.capacity_pages = sum(max(0, pages) for pages in load.total_pages)
         self.capacity_pages += load.claimable_pages
