@@ -371,6 +371,16 @@ def test_config_json_means_what_transformers_reads_in_it(
     assert mine.qkv_bias == biased and mine.out_bias == (biased and kind != "qwen2")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("given", [{}, {"num_key_value_heads": None}])
+def test_heads_of_keys_that_are_null_are_as_many_as_the_heads(
+    kind: str, given: dict[str, None], tmp_path: pathlib.Path
+) -> None:
+    raw = LEAST | {"num_attention_heads": 64} | given | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).kv_heads == AutoConfig.for_model(**raw).num_key_value_heads
+
+
 def test_a_shape_tells_of_the_window(checkpoint: Folder) -> None:
     shape = read_config(checkpoint(FAMILIES["qwen2, late layers windowed"])).shape(4.0, 4.0)
     assert (shape.window_tokens, shape.window_layers, shape.windowed_share) == (150, 3, 0.5)

@@ -133,7 +133,8 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     max_tokens = count(path, raw, "max_position_embeddings", family.max_tokens)
     chosen = family.biases == "chosen"
     attention_bias = chosen and bool(raw.get("attention_bias", False))
-    kv_heads = count(path, raw, "num_key_value_heads", family.kv_heads or heads)
+    unsaid = heads if "num_key_value_heads" in raw else family.kv_heads or heads
+    kv_heads = count(path, raw, "num_key_value_heads", unsaid)
     if heads % kv_heads:
         raise CheckpointError(
             f"{path}: num_key_value_heads is {kv_heads}: must divide num_attention_heads, which is"
