@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -93,6 +94,16 @@ def ports(state: str) -> set[int]:
     return {int(line[1].split(":")[1], 16) for line in fields if line[3] == state}
 
 
+def break_connections() -> None:
+    """Shut every established connection of this process, as a network that fails does."""
+    established = ports("01")
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        if entry.is_socket():
+            with socket.socket(fileno=os.dup(int(entry.name))) as shared:
+                if shared.family == socket.AF_INET and shared.getsockname()[1] in established:
+                    shared.shutdown(socket.SHUT_RDWR)
+
+
 def test_a_refused_peer_leaves_nothing_behind(source: tuple[int, Peer], reader: Reader) -> None:
     transfer, _ = reader
     _, peer = source
@@ -119,6 +130,24 @@ def test_a_socket_that_its_client_closed_does_not_stay_while_nothing_moves(reade
     mover.start()
     until(lambda: not opened & ports(half_closed), lambda: time.sleep(0.05))
     assert mover.stop() and not failures
+
+
+def test_a_read_after_a_broken_connection_connects_again(
+    source: tuple[int, Peer], reader: Reader
+) -> None:
+    _, peer = source
+    transfer, _ = reader
+    transfer.connect(peer)
+    for _ in range(2):
+        warm = transfer.read(0, 0, [0], [0])
+        assert end_of([warm], transfer) == {ReadState.DONE}
+        warm.close()
+        break_connections()
+        with contextlib.suppress(EngineError):  # UCX may notice before the read is posted
+            broken = transfer.read(0, 0, [1], [1])
+            assert end_of([broken], transfer) == {ReadState.FAILED}
+            broken.close()
+    transfer.disconnect(0)
 
 
 def test_no_data_lands_after_a_read_has_ended(source: tuple[int, Peer], reader: Reader) -> None:

@@ -62,6 +62,9 @@ class Transports(msgspec.Struct, frozen=True, kw_only=True):
         variables = {
             "UCX_TLS": ",".join(name for name, used in names.items() if used),
             "UCX_NET_DEVICES": ",".join(devices),
+            # Reads from a machine that vanished end, before the controller gives up their reader
+            # (60 s); shorter breaks of the network are waited for.
+            "UCX_TCP_USER_TIMEOUT": "40s",
             "UCX_LOG_LEVEL": "error",
             "NIXL_LOG_LEVEL": "ERROR",
             "NCCL_SOCKET_IFNAME": self.interface,

@@ -81,6 +81,10 @@ class NixlTransfer:
         remote = self._peers.get(group)
         peer = check_read(self._pool, remote.peer if remote else None, group, layer, theirs, ours)
         assert remote is not None
+        if remote.broken and remote.idle:
+            self.disconnect(group)
+            self.connect(peer)
+            remote = self._peers[group]
         row = layer - self._pool.layers.start
         try:
             handle = self._nixl.make_prepped_xfer(
@@ -93,6 +97,7 @@ class NixlTransfer:
             )
             return _NixlRead(self._nixl, handle, remote)
         except _ERRORS as error:
+            remote.broken = True
             raise EngineError(f"agent {peer.agent} refuses a read: {error}") from None
 
     def progress(self) -> None:
@@ -126,12 +131,19 @@ class NixlTransfer:
 
 class _Remote:
     """A peer's agent. If it leaves, it is removed once its last read has ended: data of a read that
-    is cancelled, or whose endpoint is closed, may still land."""
+    is cancelled, or whose endpoint is closed, may still land. `broken`: a read failed, after which
+    NIXL refuses others until the agent is added again."""
 
     def __init__(self, nixl: Any, peer: Peer, agent: str) -> None:
         self._nixl, self.peer, self._agent = nixl, peer, agent
         self.pages: Any = None
+        self.broken = False
         self._reads, self._left = 0, False
+
+    @property
+    def idle(self) -> bool:
+        """True if all reads have ended."""
+        return not self._reads
 
     def begin(self) -> None:
         self._reads += 1
@@ -168,6 +180,7 @@ class _NixlRead:
                 self._state = self._state_of(self._agent.check_xfer_state(self._handle))
             except _ERRORS:
                 self._state = ReadState.FAILED
+            self._remote.broken |= self._state is ReadState.FAILED
         return self._state
 
     def close(self) -> None:
