@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from starlette.types import ASGIApp
 
+from medha.adapters.addresses import http_url, listening
 from medha.adapters.keys import read_key
 from medha.adapters.memory import (
     MemoryGate,
@@ -52,6 +53,7 @@ LATER_S = 0.005
 """Time from one group of later steps to the next."""
 DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
+BACKLOG = 2048
 
 
 class SystemBits:
@@ -257,7 +259,7 @@ class RunningRouter(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         host, port = self.public.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return http_url(host, port)
 
     async def serve(self) -> None:
         """Serve until a signal or a drain request, and until all requests have ended."""
@@ -357,7 +359,7 @@ def _salt_secret(config: RouterConfig) -> bytes:
 def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     """Open the public port; `shared` with the other processes of the router."""
     try:
-        return socket.create_server((host, port), backlog=2048, reuse_port=shared)
+        return listening(host, port, backlog=BACKLOG, shared=shared)
     except OSError as error:
         raise SetupError(
             f"port {host}:{port} cannot be opened ({error.strerror}): free it or choose another"

@@ -225,7 +225,7 @@ def test_a_config_that_is_no_models(folder: Path, refusal: Refusal) -> None:
     [
         (("--port", "99999"), "'--port'"),
         (("--port", "many"), "'--port'"),
-        (("--host", "nowhere"), "--host is nowhere: must be an IPv4 address"),
+        (("--host", "nowhere"), "--host is nowhere: must be an IP address"),
         (("--nope",), "No such option: --nope; see "),
         (
             ("--port", "18123", "--ops-port", "18123"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +15,7 @@ import pytest
 from rich.console import Console
 from tests.support.medha_up import MEDHA, Up, until
 
+from medha.adapters.addresses import listening
 from medha.cli.doctor import diagnose
 from medha.cli.local_fleet.console_output import loading_phase
 from medha.cli.local_fleet.preflight import free_ports
@@ -198,12 +198,13 @@ def test_a_user_error_is_one_line_and_status_two(
     assert sentence in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_taken_port_is_reported_before_any_program_starts(file: Path) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_taken_port_is_reported_before_any_program_starts(file: Path, host: str) -> None:
+    with closing(listening(host, 0, backlog=1)) as server:
         port = str(server.getsockname()[1])
-        result = medha("up", "-f", str(file), "--port", port)
+        result = medha("up", "-f", str(file), "--host", host, "--port", port)
     assert result.returncode == 2
-    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert f"port {port} of {host} is in use" in result.stderr
 
 
 def test_an_unknown_policy_names_the_known_ones(file: Path) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.router.conftest import PATIENT_S
 
+from medha.adapters.addresses import http_url
 from medha.config import RouterConfig, RouterModel, render
 
 
@@ -27,6 +28,14 @@ def config_file(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     path = folder / "router.json"
     path.write_bytes(render(config))
     return path
+
+
+@pytest.mark.parametrize(("host", "clients"), [("::1", "::1"), ("::", "127.0.0.1")])
+def test_a_router_serves_both_versions_of_ip(running_with: Any, host: str, clients: str) -> None:
+    router = running_with(host=host, ops_host="127.0.0.1").router
+    assert router.url.startswith(f"http://[{host}]:")
+    port = router.public.getsockname()[1]
+    assert httpx.get(f"{http_url(clients, port)}/v1/models").status_code == 200
 
 
 def test_a_terminated_router_drains_and_exits_with_zero(tmp_path: pathlib.Path) -> None:

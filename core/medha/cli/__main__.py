@@ -51,7 +51,7 @@ def medha(
 @app.command("up")
 def run_up(
     file: File,
-    host: Annotated[str, typer.Option(help="IPv4 address of the API; 0.0.0.0: all")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="IP address of the API; :: for all")] = "127.0.0.1",
     port: Port = 8000,
     ops_port: OpsPort = 8001,
     router_processes: Annotated[

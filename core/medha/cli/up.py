@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from medha import profile
+from medha.adapters.addresses import http_url
 from medha.adapters.prometheus import read_token
 from medha.cli.local_fleet import preflight
 from medha.cli.local_fleet.checkpoint_check import check_resources
@@ -190,7 +191,7 @@ def _run(
                         "api_keys in --router-config",
                         soft_wrap=True,
                     )
-                console.print(f"Serving on http://{options.host}:{plan.router.port}/v1")
+                console.print(f"Serving on {http_url(options.host, plan.router.port)}/v1")
                 _serve(supervisor, poll, signals)
                 console.print(f"Stopping: running requests have {options.drain_s:g} s")
                 _drain(supervisor, poll, signals, options.drain_s)

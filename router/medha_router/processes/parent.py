@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from medha.adapters.addresses import family_of, listening
 from medha.adapters.keys import write_secret
 from medha.adapters.prometheus import OpsServer, Tick, read_token
 from medha.cli.local_fleet.child_process import ChildProcess, Launch
@@ -188,9 +189,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
     The socket does not listen, so it takes no connection.
     """
-    with socket.socket() as shared:
+    with socket.socket(family_of(host)) as shared:
         try:
-            with socket.create_server((host, port)) as sole:  # fails where others share it, too
+            with listening(host, port, backlog=1) as sole:  # fails where others share it, too
                 port = int(sole.getsockname()[1])
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -18,6 +18,7 @@ import shutil
 import socket
 from collections.abc import Iterable
 
+from medha.adapters.addresses import family_of
 from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.errors import SetupError, SpecError
 from medha.spec import MedhaReplica
@@ -50,12 +51,15 @@ def check_gpus(resource: MedhaReplica, gpus: int) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raises SpecError if `host` is no IPv4 address."""
+    """Raises SpecError if `host` is no IP address."""
     try:
-        ipaddress.IPv4Address(host)
+        ipaddress.ip_address(host)
     except ValueError:
         raise SpecError(
-            "--host", host, "must be an IPv4 address", "use 127.0.0.1, or 0.0.0.0 for all addresses"
+            "--host",
+            host,
+            "must be an IP address",
+            "use 127.0.0.1, 0.0.0.0 for all IPv4 addresses, or :: for IPv6 too",
         ) from None
 
 
@@ -64,7 +68,7 @@ def check_port(host: str, port: int, flag: str) -> None:
     if port == 0:
         return
     try:
-        with socket.socket() as probe:
+        with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             _reserve([probe])
