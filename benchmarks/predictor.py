@@ -48,7 +48,7 @@ class IdleReplica:
     """A replica as the dispatcher reads it."""
 
     version, draining, open = "", False, True
-    max_context_tokens, min_batch_s, max_batch_s = 1 << 20, 0.01, 0.1
+    max_context_tokens, min_batch_s, max_batch_s, max_running = 1 << 20, 0.01, 0.1, 256
 
     def __init__(self, name: str, predictor: Predictor) -> None:
         self.name, self.predictor = name, predictor

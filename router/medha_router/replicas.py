@@ -59,6 +59,10 @@ class ConnectedReplica:
         return self.hello.max_batch_s
 
     @property
+    def max_running(self) -> int:
+        return self.hello.max_running
+
+    @property
     def open(self) -> bool:
         """True if it takes new requests: it reported a load, has a KVP group, does not drain."""
         has_group = self.load is not None and bool(self.load.total_pages)

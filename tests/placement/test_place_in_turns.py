@@ -41,6 +41,7 @@ class Replica:
     max_context_tokens: int = 100_000
     min_batch_s: float = 0.01
     max_batch_s: float = 0.1
+    max_running: int = 256
     load: Load = LOAD
     open: bool = True
 

@@ -400,6 +400,7 @@ class Replica:
     max_context_tokens: int = 1_000_000
     min_batch_s: float = 0.01
     max_batch_s: float = 0.1
+    max_running: int = 256
     open: bool = True
 
 

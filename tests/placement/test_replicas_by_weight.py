@@ -29,7 +29,7 @@ class Replica:
     """A replica that serves one prompt at a time, and grants the next when it is free."""
 
     version, open = "", True
-    max_context_tokens, min_batch_s, max_batch_s = 200_000, 0.01, 0.1
+    max_context_tokens, min_batch_s, max_batch_s, max_running = 200_000, 0.01, 0.1, 256
 
     def __init__(self, name: str, predictor: Predictor) -> None:
         self.name, self.predictor = name, predictor

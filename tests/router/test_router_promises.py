@@ -211,13 +211,16 @@ def test_a_full_queue_refuses_with_retry_after(alone: Any, eventually: Any) -> N
         assert request.status == 200
 
 
+@pytest.mark.parametrize(("pages", "places"), [(20, 256), (4096, 2)])
 def test_outputs_that_no_replica_holds_together_wait_for_the_others(
-    alone: Any, eventually: Any
+    alone: Any, eventually: Any, pages: int, places: int
 ) -> None:
-    controller = alone.open()
-    controller.load = Load(free_pages=(20,), total_pages=(20,), page_tokens=16)
+    controller = alone.open(max_running=places)
+    controller.load = Load(
+        free_pages=(pages,), total_pages=(pages,), page_tokens=16, free_places=places
+    )
     queue = "/debug/queue"
-    shown = {"free_pages": [20], "total_pages": [20]}
+    shown = {"free_places": places, "total_pages": [pages]}
     eventually(
         lambda: shown.items() <= alone.ops.get(queue).json()["tiny"]["replicas"][0]["load"].items()
     )

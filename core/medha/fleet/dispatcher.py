@@ -93,6 +93,11 @@ class DispatchReplica(Protocol):
     def max_batch_s(self) -> float: ...
 
     @property
+    def max_running(self) -> int:
+        """Sequences that may run at once."""
+        ...
+
+    @property
     def load(self) -> Load | None:
         """The last reported load; None before the first report."""
         ...
@@ -156,6 +161,7 @@ class Dispatcher(Generic[Item]):
             replica.max_context_tokens,
             replica.min_batch_s,
             replica.max_batch_s,
+            replica.max_running,
         )
 
     def remove_replica(self, name: str) -> None:

@@ -82,10 +82,12 @@ class ReplicaEstimate:
         max_context_tokens: int,
         min_batch_s: float = 0.01,
         max_batch_s: float = 0.1,
+        max_running: int = 256,
     ) -> None:
         self.name, self.predictor = name, predictor
         self.max_context_tokens = max_context_tokens
         self.min_batch_s, self.max_batch_s = min_batch_s, max_batch_s
+        self.max_running = max_running
         self.settings = Scheduling(min_batch_s=min_batch_s, max_batch_s=max_batch_s)
         self.overhead_s = predictor.batch_s([(1, 0, False)])
         self.closed = False
@@ -306,12 +308,13 @@ class ReplicaEstimate:
         )
 
     def most_together(self, request: PendingRequest) -> int:
-        """Return how many such requests the pages of the empty replica hold at the same time."""
+        """Return how many such requests run at the same time if the replica has no others."""
         tokens = request.prompt_tokens + request.max_output_tokens
         groups, pages = groups_needed(tokens, self.predictor), self.pages_of(tokens)
-        if groups > 1:
-            return self.capacity_pages // max(1, pages)
-        return sum(max(0, own) // max(1, pages) for own in self.load.total_pages)
+        held = self.capacity_pages // max(1, pages)
+        if groups <= 1:
+            held = sum(max(0, own) // max(1, pages) for own in self.load.total_pages)
+        return min(held, self.max_running)
 
     def decode_part(self, due_s: float, *, spans: bool) -> float:
         """Return the part of the decode capacity that runs alongside a prompt until it is due."""

@@ -214,7 +214,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     templates of adapters by name. `checkpoint`: equal for replicas of the same weights; empty if
     unknown. `adapters`: name -> digest of its files. `profile`: JSON of the predictor's profile.
     `defaults`: sampling of the checkpoint. `order`: of requests that wait for the replica.
-    `draining`: the replica finishes its requests and takes no new ones.
+    `max_running`: sequences that may run at once. `draining`: the replica finishes its requests and
+    takes no new ones.
     """
 
     replica: Name
@@ -233,6 +234,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_
     defaults: GenerationDefaults = GenerationDefaults()
     max_batch_s: float = 0.1
     min_batch_s: float = 0.01
+    max_running: Annotated[int, msgspec.Meta(ge=1)] = 256
     order: QueueOrder = QueueOrder()
     draining: bool = False
     protocol: int = PROTOCOL

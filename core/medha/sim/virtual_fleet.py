@@ -64,6 +64,7 @@ class SimulatedLink:
     def __init__(self, replica: SimReplica, settings: Scheduling, max_context_tokens: int) -> None:
         self.replica, self.max_context_tokens = replica, max_context_tokens
         self.min_batch_s, self.max_batch_s = settings.min_batch_s, settings.max_batch_s
+        self.max_running = settings.max_running
         window_s = settings.dispatch_budgets * settings.max_batch_s
         self.grants = GrantQueue(window_s, settings.queue_order)
         self.load: Load | None = None

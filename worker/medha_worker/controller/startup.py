@@ -300,6 +300,7 @@ class Startup:
             defaults=identity.defaults,
             max_batch_s=settings.max_batch_s,
             min_batch_s=settings.min_batch_s,
+            max_running=settings.max_running,
             order=settings.queue_order,
             draining=draining,
         )
