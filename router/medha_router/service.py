@@ -42,8 +42,7 @@ from medha_router.request_table import RouterState
 from medha_router.structured.checker_process import GrammarChecker
 from medha_router.structured.output_parser import BEGINS, ENDS
 from medha_router.structured.sources import GrammarSource
-from medha_router.structured.tool_calls import BEGINS as BEGINS_OF_CALLS
-from medha_router.structured.tool_calls import MARKS, Format
+from medha_router.structured.tool_calls import MARKS, Format, begins_of
 from medha_router.tokenization.detokenizer import OutputStream
 from medha_router.tokenization.pool import TokenizerPool
 from medha_router.tokenization.wire import Prompt
@@ -432,9 +431,10 @@ class Service:
         self, grammar: GrammarSource, client_request: ClientRequest, version: ModelVersion
     ) -> str:
         """Return the grammar for the engine; raises RequestError or Refusal."""
-        if grammar.of_answer and client_request.params.calls_tools:
+        tools = client_request.params.tools
+        if grammar.of_answer and tools is not None and client_request.params.calls_tools:
             form = version.form_of_calls(client_request.adapter)
-            grammar = msgspec.structs.replace(grammar, calls=BEGINS_OF_CALLS.get(form or "", ()))
+            grammar = msgspec.structs.replace(grammar, calls=begins_of(form, tools.names))
         key, tokenizer = version.tokenizer_key, version.tokenizer
         return await self._grammars.check(key, tokenizer, grammar, client_request.client.owner)
 

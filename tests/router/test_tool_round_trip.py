@@ -88,6 +88,32 @@ def test_an_answer_follows_its_format_unless_it_calls_tools(
     assert running.controllers[0].seen[-1].sampling.grammar == demanded != grammar
 
 
+def test_llama_3_may_call_without_a_mark_beside_a_format(running_with: Any) -> None:
+    running = running_with()
+    tokenizer = byte_level_tokenizer("<|python_tag|>")
+    template = HERMES.replace(b"<tool_call>", b"ipython")
+    shape = msgspec.structs.replace(SHAPE, vocab=260)
+    running.open(template=template, tokenizer=tokenizer, shape=shape)
+    call = '{"name": "get_weather", "parameters": {"city": "Rome"}}'
+    fields: dict[str, Any] = {"tools": [WEATHER], "response_format": pydantic_format()}
+    choice = running.client.chat.completions.create(model="tiny", messages=ask(call), **fields)
+    (called,) = choice.choices[0].message.tool_calls
+    assert (called.function.name, called.function.arguments) == ("get_weather", '{"city": "Rome"}')
+    library = llguidance.LLTokenizer(tokenizer.decode())
+    grammar = running.controllers[0].seen[-1].sampling.grammar
+    for text, fits in (
+        (call, True),
+        ('{"ok": true}', True),
+        ("<|python_tag|>" + call + "; " + call, True),
+        ('{"type": "function", ' + call[1:], True),
+        (call.replace("weather", "time"), False),
+        ("Let me see.", False),
+    ):
+        matcher = llguidance.LLMatcher(library, grammar, log_level=0)
+        tokens = library.tokenize_str(text)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is fits, text
+
+
 def pydantic_format() -> Any:
     class Answer(pydantic.BaseModel):
         ok: bool

@@ -15,7 +15,8 @@ LENGTH = struct.Struct("<Q")
 class Check(msgspec.Struct, frozen=True, array_like=True):
     """A grammar to check for the tokenizer named `key`; `tokenizer` is its file when it is new.
 
-    `calls`: marks with which an output may call tools instead of following a JSON schema.
+    `calls`: marks with which an output may call tools instead of following a JSON schema, or
+    schemas of such calls.
     `compile_s`: CPU time of compiling it; some masks get twice as much. `forget`: the name of a
     tokenizer to drop first, or empty.
     """

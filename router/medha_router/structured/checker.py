@@ -115,17 +115,24 @@ def grammar_of(kind: str, text: str) -> str:
 
 
 def with_calls(schema: str, marks: Sequence[str], tokenizer: llguidance.LLTokenizer) -> str:
-    """Return the library's form of: the JSON of a schema, or a mark and any tokens after it."""
-    begins = []
+    """Return the library's form of: the JSON of a schema, or a mark and any tokens after it.
+
+    A mark may be the JSON schema of a call that has none.
+    """
+    begins, answers = [], [schema]
     for mark in marks:
+        if mark.startswith("{"):
+            answers.append(mark)
+            continue
         first, *others = tokenizer.tokenize_str(mark)
         is_special = not others and tokenizer.is_special_token(first)
         begins.append(f"<[{first}]>" if is_special else json.dumps(mark))
-    given = json.loads(schema)
-    given["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-    return llguidance.LLMatcher.grammar_from_lark(
-        f"start: answer | ({' | '.join(begins)}) (<[*]>)*\nanswer: %json {json.dumps(given)}"
-    )
+    rules = [f"({' | '.join(begins)}) (<[*]>)*"]
+    spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    rules += (f"%json {json.dumps(json.loads(answer) | spaced)}" for answer in answers)
+    lark = "\n".join(f"r{number}: {rule}" for number, rule in enumerate(rules))
+    start = " | ".join(f"r{number}" for number in range(len(rules)))
+    return llguidance.LLMatcher.grammar_from_lark(f"start: {start}\n{lark}")
 
 
 def _check_objects(schema: str) -> None:

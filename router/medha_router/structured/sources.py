@@ -21,8 +21,8 @@ ANY_OBJECT = '{"type":"object"}'
 class GrammarSource(msgspec.Struct, frozen=True):
     """A grammar as its client gave it, in the field `param`; `text` of a choice is a JSON list.
 
-    `of_answer`: an output that calls tools need not follow it. `calls`: marks with which such an
-    output begins, in this model's form.
+    `of_answer`: an output that calls tools need not follow it. `calls`: how such an output begins,
+    in this model's form.
     """
 
     kind: Kind

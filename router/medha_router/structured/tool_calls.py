@@ -20,7 +20,9 @@ how the text is cut into pieces.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -83,6 +85,21 @@ def format_of(template: str) -> Format | None:
     if "ipython" in template and "tools" in template:
         return "llama3"
     return None
+
+
+def begins_of(form: Format | None, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the marks with which calls begin, and for Llama 3 the JSON schema of one without."""
+    marks = BEGINS.get(form or "", ())
+    if form != "llama3":
+        return marks
+    of_call = {"type": {"const": "function"}, "name": {"enum": sorted(names)}}
+    schema = {
+        "type": "object",
+        "properties": of_call | {"parameters": {"type": "object"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return (*marks, json.dumps(schema))
 
 
 class TextPart(msgspec.Struct, frozen=True):
