@@ -70,7 +70,8 @@ def burst_s(count: int, predictor: Predictor) -> float:
                 dispatcher.update_replica(replica, 0.0)
             dispatcher.relegate_late(0.0)
             dispatcher.place_waiting(0.0)
-            dispatcher.heads(0.0)
+            for heads in dispatcher.heads(0.0).values():
+                dispatcher.published(heads, 0.0)
         work_s = dispatcher.idle_work_s(int(tokens), b"", "", 0.03)
         request = Request(
             id=str(index),

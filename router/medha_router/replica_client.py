@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
 from medha.config import STALL_S
 from medha.errors import MedhaError, Refusal
+from medha.fleet.request_queue import QueuedRequest
 from medha.messages import (
     MAX_EARLY_SUBMITS,
     Abort,
@@ -26,7 +28,6 @@ from medha.messages import (
     FilePart,
     Finished,
     Grant,
-    Head,
     Heads,
     Hello,
     KvEvents,
@@ -204,7 +205,11 @@ class ReplicaClient:
         return bool(self._placing)
 
     def _publish_to(
-        self, replica: ConnectedReplica, model: ServedModel, heads: tuple[Head, ...], now: float
+        self,
+        replica: ConnectedReplica,
+        model: ServedModel,
+        heads: Sequence[QueuedRequest],
+        now: float,
     ) -> None:
         published = tuple((head.id, head.promised) for head in heads)
         before, published_s = self._published.get(replica.name, ((), now))
@@ -215,7 +220,7 @@ class ReplicaClient:
             fresh = [model.dispatcher.get(head[0]) for head in published if head not in before]
             early = [generation.submit(now) for generation in fresh if generation is not None]
             submits = tuple(submit for submit in early if _bytes_of(submit) <= EARLY_BYTES)
-        if self._send(replica.peer, Heads(heads, submits)):
+        if self._send(replica.peer, Heads(model.dispatcher.published(heads, now), submits)):
             self._published[replica.name] = (published, now)
             known = self._early.get(replica.name, set()).intersection(head[0] for head in published)
             self._early[replica.name] = known.union(submit.id for submit in submits)

@@ -99,7 +99,8 @@ def served(
             for reporting in replicas:
                 dispatcher.update_replica(reporting, now)
             dispatcher.place_waiting(now)
-            replica.grants.heads(router, dispatcher.heads(now)[replica.name], now)
+            heads = dispatcher.published(dispatcher.heads(now)[replica.name], now)
+            replica.grants.heads(router, heads, now)
         granted = replica.grants.grantable(IDLE, now)[0]
         item = dispatchers[granted.replica].take(granted.id, replica.name, now)
         assert item is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -13,7 +14,8 @@ import pytest
 from medha.adapters.prometheus import Metrics
 from medha.config import RouterModel
 from medha.fleet.demand import DemandWindow
-from medha.messages import Heads, Hello, Load, LoadReport, RouterMessage, Submit
+from medha.fleet.request_queue import QueuedRequest
+from medha.messages import Head, Heads, Hello, Load, LoadReport, RouterMessage, Submit
 from medha.request import Request, SloClass
 from medha_router.models import ModelRegistry
 from medha_router.replica_client import ReplicaClient
@@ -96,6 +98,34 @@ def test_a_publication_places_for_one_turn_and_others_go_on(fleet: Fleet) -> Non
     assert fleet.placed == dict.fromkeys(NAMES, WAITING)
     fleet.client.publish()
     assert fleet.heads == dict.fromkeys(NAMES, WAITING)
+
+
+def test_a_publication_makes_the_heads_that_have_changed_alone(fleet: Fleet) -> None:
+    fleet.client.publish()
+    while fleet.client.place():
+        pass
+    fleet.client.publish()
+    counts = collections.Counter[str]()
+    for name in NAMES:
+        dispatcher: Any = fleet.models[name].dispatcher
+        dispatcher.published = counted(dispatcher.published, counts, name)
+    fleet.client.publish()
+    assert not counts
+    fleet.models["one"].dispatcher.drop("one-3", None, 0.0)
+    fleet.client.publish()
+    assert counts == {"one": WAITING - 1} and fleet.heads == {"one": WAITING - 1, "other": WAITING}
+
+
+def counted(
+    published: Callable[..., tuple[Head, ...]], counts: collections.Counter[str], name: str
+) -> Callable[..., tuple[Head, ...]]:
+    """Count the heads that are made for the replica of a name."""
+
+    def counting(heads: Sequence[QueuedRequest], now: float) -> tuple[Head, ...]:
+        counts[name] += len(heads)
+        return published(heads, now)
+
+    return counting
 
 
 def test_the_loop_serves_others_between_two_turns(fleet: Fleet) -> None:

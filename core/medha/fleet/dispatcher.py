@@ -481,15 +481,16 @@ class Dispatcher(Generic[Item]):
         placed = sum(len(self._relegated.get(name, ())) for name in self._estimates)
         return MAX_RELEGATED_PLACED * len(self._estimates) - placed
 
-    def heads(self, now: float) -> dict[str, tuple[Head, ...]]:
-        """The most urgent requests placed on each replica, as published to it."""
+    def heads(self, now: float) -> dict[str, tuple[QueuedRequest, ...]]:
+        """The most urgent requests placed on each replica, to be published to it."""
         if not len(self._queue):
             return dict.fromkeys(self._estimates, ())
         heads = self._queue.heads(now, MAX_HEADS)
-        return {
-            name: tuple(self._head(queued, now) for queued in heads.get(name, ()))
-            for name in self._estimates
-        }
+        return {name: heads.get(name, ()) for name in self._estimates}
+
+    def published(self, heads: Sequence[QueuedRequest], now: float) -> tuple[Head, ...]:
+        """Return the heads of a replica as messages: most publications repeat most heads."""
+        return tuple(self._head(queued, now) for queued in heads)
 
     def _head(self, queued: QueuedRequest, now: float) -> Head:
         return Head(

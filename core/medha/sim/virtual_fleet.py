@@ -340,7 +340,8 @@ class SimulatedFleet:
         now = self.loop.now
         self._relegate_late(dispatcher)
         dispatcher.place_waiting(now)
-        return dispatcher.heads(now)
+        heads = dispatcher.heads(now)
+        return {name: dispatcher.published(placed, now) for name, placed in heads.items()}
 
     def _relegate_late(self, dispatcher: Dispatcher[SimulatedRequest]) -> bool:
         """Relegate queued requests that are too late for their promise; False if none is."""
