@@ -48,6 +48,11 @@ def ask(text: str) -> list[Any]:
     return [{"role": "user", "content": f"say {text}"}]
 
 
+def clearing(edit: str, keep: object = "all") -> dict[str, Any]:
+    """Return a `context_management` with one edit."""
+    return {"edits": [{"type": edit, "keep": keep}]}
+
+
 def create(client: anthropic.Anthropic, text: str = "x", **fields: Any) -> Message:
     """Create a message, and check every field of it against the client's types."""
     given = {"model": "tiny", "messages": ask(text), "max_tokens": 400, **fields}
@@ -203,6 +208,8 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"container": "c"}, "container"),
+        ({"context_management": clearing("clear_thinking_20251015", 1)}, "context_management"),
+        ({"context_management": clearing("clear_tool_uses_20250919")}, "context_management"),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed"),
         ({"n": 2}, "n"),
@@ -240,6 +247,14 @@ def test_what_is_not_supported_is_refused_by_its_name(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param and param in error["message"]
+
+
+@pytest.mark.parametrize("edits", [{}, {"edits": []}, clearing("clear_thinking_20251015")])
+def test_a_context_that_stays_whole_may_be_asked_for(hermes: Any, edits: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": ask("x"), "context_management": edits}
+    for path, more in (("", {"max_tokens": 10}), ("/count_tokens", {})):
+        answer = hermes.http.post(f"/v1/messages{path}", json=body | more)
+        assert answer.status_code == 200, answer.text
 
 
 def test_null_is_the_default_of_every_field(hermes: Any) -> None:

@@ -44,9 +44,11 @@ from medha_router.structured.tools import MAX_TOOLS, ToolName, Tools, check_dept
 from medha_router.tokenization.json_text import check_values
 
 MAX_MESSAGES = 4096
+KEEPS_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""What Claude Code sends with each request; messages are never cut here."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}, KEEPS_THINKING),
     "diagnostics": (),
     "inference_geo": (),
     "logprobs": (False,),
