@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import random
 from collections.abc import Sequence
 
 import pytest
+from benchmarks.bursts import KINDS, Burst, Wish, drawn, late
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.config import Scheduling
-from medha.predictor import Predictor
-from medha.profile import SHIPPED
-from medha.request import Slo, SloClass
-from medha.scheduling.scheduler import Scheduler
-from medha.sim.loop import ARRIVE, Loop
-from medha.sim.pipeline_clock import PipelineClock
-from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
-from medha.sim.scenario import LLAMA_3_8B
-from medha.sim.virtual_fleet import SimulatedFleet
-from medha.sim.workload import BLOCK_TOKENS, Arrival
 from medha.topology import Topology
-
-IDLE_S = 5.0
-
-# (arrival, prompt tokens, output tokens, number of the history that the prompt begins with or -1)
-Wish = tuple[float, int, int, int]
-
-
-def blocks(history: int, tokens: int) -> tuple[int, ...]:
-    return tuple(10_000 * (history + 1) + block for block in range(tokens // BLOCK_TOKENS))
 
 
 def served(
@@ -40,61 +19,30 @@ def served(
     tpot_s: float,
     wishes: Sequence[Wish],
     histories: Sequence[int] = (),
-    deadlines_s: dict[str, float] | None = None,
+    deadlines_s: dict[int, float] | None = None,
     when_infeasible: str = "refuse",
 ) -> list[RequestRecord]:
     """Serve requests on one replica that is idle and has the histories in its cache."""
-
-    def predictor() -> Predictor:
-        return Predictor(SHIPPED[profile], LLAMA_3_8B, layout)
-
-    loop, plan_settings = Loop(), Scheduling(max_running=1024)
-    slo_class = SloClass(slo=Slo(tpot_s=tpot_s), when_infeasible=when_infeasible)
-    classes = (slo_class,)
-    plan = Scheduler(layout, LLAMA_3_8B, predictor(), plan_settings, 60_000, 64, 1 << 20, classes)
-    replica = SimReplica("r", plan, PipelineClock(predictor(), 64, plan.layout), loop)
-    long_s = {f"history-{number}": 1e6 for number in range(len(histories))}
-    due_s = {**(deadlines_s or {}), **long_s}
-    fleet = SimulatedFleet([replica], loop, classes, plan_settings, 64, 1 << 20, due_s)
-    for number, tokens in enumerate(histories):
-        first = Arrival(
-            id=f"history-{number}",
-            arrival_s=loop.now,
-            prompt_tokens=tokens,
-            blocks=blocks(number, tokens),
-        )
-        loop.at(first.arrival_s, ARRIVE, functools.partial(fleet.arrive, first))
-        loop.run(most_events=200_000)
-    begin_s = loop.now + IDLE_S
-    for number, (arrival_s, prompt, output, history) in enumerate(wishes):
-        arrival = Arrival(
-            id=f"r{number}",
-            arrival_s=begin_s + arrival_s,
-            prompt_tokens=prompt,
-            output_tokens=output,
-            blocks=blocks(history, min(prompt, histories[history])) if history >= 0 else (),
-        )
-        loop.at(arrival.arrival_s, ARRIVE, functools.partial(fleet.arrive, arrival))
-    loop.run(most_events=2_000_000)
-    return [record for record in fleet.records() if record.id.startswith("r")]
-
-
-def late(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """By how much promises were broken."""
-    return {
-        record.id: (record.ttft_s or float("inf")) - record.ttft_deadline_s
-        for record in records
-        if record.promised and not record.in_time
-    }
+    return Burst(
+        profile=profile,
+        tp=layout.tp,
+        spp=layout.spp,
+        kvp=layout.kvp_max,
+        tpot_s=tpot_s,
+        wishes=tuple(wishes),
+        histories=tuple(histories),
+        deadlines_s=deadlines_s or {},
+        when_infeasible=when_infeasible,
+    ).play()
 
 
 def test_a_promise_waits_for_the_batches_in_flight_in_every_stage() -> None:
     # The short prompt comes when two batches of 0.1 s fill both stages: it cannot have 0.1 s.
     wishes = [(0.0, 43_847, 1, -1), (0.2897, 2002, 1, -1)]
-    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={"r1": 0.1})
+    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={1: 0.1})
     assert late(records) == {}
     assert [record.id for record in records if record.promised] == ["r0"]
-    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={"r1": 0.15})
+    records = served("a100", Topology(tp=8, spp=2), 0.15, wishes, deadlines_s={1: 0.15})
     assert late(records) == {} and all(record.promised for record in records)
 
 
@@ -144,36 +92,9 @@ def test_the_second_token_of_a_short_answer_is_in_time_in_a_pipeline(
     assert late(records) == {}
 
 
-def burst(seed: int) -> tuple[list[Wish], list[int]]:
-    """Up to twelve prompts at once or within a second, some on histories."""
-    draw = random.Random(seed)
-    histories = [int(2 ** draw.uniform(12, 18)) for _ in range(2)]
-    low, high = draw.choice([(7, 12), (9, 15.5), (12, 17), (10, 19.9)])
-    wishes = []
-    for _ in range(draw.randint(2, 12)):
-        prompt, history = int(2 ** draw.uniform(low, high)), -1
-        if draw.random() < 0.3:
-            history = draw.randrange(2)
-            prompt = histories[history] + draw.choice([1, min(prompt, 5000)])
-        output = draw.choice([1, 2, 20, 200, 2000])
-        wishes.append((draw.choice([0.0, draw.uniform(0.0, 1.0)]), prompt, output, history))
-    return sorted(wishes), histories
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    profile=st.sampled_from(["a100", "h100"]),
-    tp=st.sampled_from([2, 4, 8]),
-    spp=st.integers(1, 4),
-    kvp=st.integers(1, 2),
-    tpot_s=st.sampled_from([0.05, 0.1, 0.3]),
-)
+@given(kind=st.sampled_from([*KINDS]), seed=st.integers(0, 10_000))
 @settings(max_examples=20)
-def test_no_promise_is_broken_with_exact_predictions(
-    seed: int, profile: str, tp: int, spp: int, kvp: int, tpot_s: float
-) -> None:
-    layout = Topology(tp=tp, spp=spp, kvp_min=kvp, kvp_max=kvp)
-    wishes, histories = burst(seed)
-    records = served(profile, layout, tpot_s, wishes, histories)
+def test_no_promise_is_broken_with_exact_predictions(kind: str, seed: int) -> None:
+    records = drawn(kind, seed).play()
     assert late(records) == {}
     assert all(record.finished_s is not None or record.refused for record in records)
