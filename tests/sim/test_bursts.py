@@ -92,6 +92,35 @@ def test_the_second_token_of_a_short_answer_is_in_time_in_a_pipeline(
     assert late(records) == {}
 
 
+def test_a_turn_on_a_deep_history_is_not_slowed_by_its_own_answer() -> None:
+    # The answer takes a quarter of the decode capacity, and counted as soon as its prompt started.
+    wishes = [(0.0, 1394, 209, -1), (0.009, 39_816, 71, -1), (0.012, 10_134, 101, 1)]
+    wishes += [(0.083, 109_313, 31, 0)]
+    records = served("a100", Topology(tp=1, spp=3), 0.02, wishes, [109_312, 7617])
+    assert late(records) == {}
+    assert next(record for record in records if record.id == "r3").promised
+
+
+def test_prompts_that_start_between_two_batches_count_the_answers_of_each_other() -> None:
+    # A promise bears one of those answers, not all of them.
+    wishes = [(0.0, 45_155, 274, -1), (0.0, 134_688, 93, 0), (0.0, 135_068, 67, 0)]
+    wishes += [(0.0, 136_084, 82, 0), (0.0, 175_201, 63, 1)]
+    layout, histories = Topology(tp=4), [134_687, 175_200]
+    records = served("a100", layout, 0.02, wishes, histories, when_infeasible="relegate")
+    assert late(records) == {}
+    assert any(record.promised for record in records)
+
+
+def test_an_answer_takes_more_from_prefills_where_weights_take_most_of_a_batch() -> None:
+    # In batches of 10 ms prefills have 3 ms: decodes that take a tenth of that slow them by more
+    # than a tenth of a third.
+    wishes = [(0.0, 29_324, 37, -1), (0.011, 10_463, 82, -1), (0.053, 1639, 549, -1)]
+    wishes += [(0.133, 483, 92, -1), (0.98, 4966, 203, -1)]
+    records = served("a100", Topology(tp=1, spp=2), 0.02, wishes, [83_964, 155_172])
+    assert late(records) == {}
+    assert any(record.promised for record in records)
+
+
 @given(kind=st.sampled_from([*KINDS]), seed=st.integers(0, 10_000))
 @settings(max_examples=20)
 def test_no_promise_is_broken_with_exact_predictions(kind: str, seed: int) -> None:

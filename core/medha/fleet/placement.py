@@ -251,7 +251,7 @@ def _cost(
 
     The batch in flight is known from the Load. Of a later one, half is left in the mean.
     Behind stage 0, a promise needs at least what the replica reckons with, less half a batch:
-    the replica withdraws a promise that it sees overrun by a whole one. A first answer costs its
+    the replica breaks a promise that it sees overrun by a whole one. A first answer costs its
     own promise the short batches that it brings.
     """
     load = estimate.load
@@ -348,8 +348,7 @@ def _answer(
     if not own_s:
         return 0.0, NO_ANSWER
     budget_s = _answer_budget_s(estimate, _tpot_in_force_s(estimate, request))
-    rest_s = budget_s * (1.0 - part * load.decode_capacity_s / load.budget_s)
-    rest_s = max(rest_s, 1e-6)
+    rest_s = max(estimate.prefill_s(budget_s) - part * load.decode_capacity_s, 1e-6)
     left_s = max(rest_s - own_s, LEAST_REST * rest_s)
     longer = estimate.longer(budget_s)
     lasts_s = (request.max_output_tokens - 1) * spp * budget_s

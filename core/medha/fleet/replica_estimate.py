@@ -142,13 +142,29 @@ class ReplicaEstimate:
         budget_s = settings.planned_budget_s(tpot_s, predictor.topology.spp)
         if budget_s <= 0.0:
             return None
+        return self._times_of(budget_s, self._capacity_s(budget_s))
+
+    def prefill_s(self, budget_s: float) -> float:
+        """Return the seconds of a batch that prefills could use if nothing decoded.
+
+        The rest is what a batch takes for its first token: it reads all weights. Decodes of the
+        whole capacity leave prefills `prefill_share` of it.
+        """
+        load = self.load
+        capacity_s = load.decode_capacity_s if budget_s == load.budget_s else 0.0
+        capacity_s = capacity_s or self._capacity_s(budget_s)
+        return capacity_s / (1.0 - self.settings.prefill_share)
+
+    def _capacity_s(self, budget_s: float) -> float:
+        """Return the decode capacity of batches of that budget."""
         capacity_s = self._capacities_s.get(budget_s)
         if capacity_s is None:
             if len(self._capacities_s) >= MAX_TIMES:
                 self._capacities_s.clear()
-            capacity_s = decode_capacity_s(predictor, budget_s, settings.prefill_share)
+            share = self.settings.prefill_share
+            capacity_s = decode_capacity_s(self.predictor, budget_s, share)
             self._capacities_s[budget_s] = capacity_s
-        return self._times_of(budget_s, capacity_s)
+        return capacity_s
 
     def _times_of(self, budget_s: float, capacity_s: float) -> PrefillTimes:
         """Return the tables of a budget. It may come back: a TPOT is in force for a while."""

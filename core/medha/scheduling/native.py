@@ -84,6 +84,7 @@ class Decodes:
         self.kernel: Any = load().Decodes()
         self.total_s = 0.0
         self._ends_s: dict[int, float] = {}
+        self._excluded_s = 0.0
 
     def __len__(self) -> int:
         return len(self._ends_s)
@@ -100,6 +101,14 @@ class Decodes:
         if ends_s is not None:
             cost_s: float = self.kernel.remove(number, ends_s)
             self.total_s = max(0.0, self.total_s - cost_s) if self._ends_s else 0.0
+
+    def exclude(self, number: int) -> None:
+        """Leave a decode out of what rows run alongside, until `include`."""
+        self._excluded_s = self.kernel.remove(number, self._ends_s[number])
+
+    def include(self, number: int) -> None:
+        """Count the decode again that was excluded last."""
+        self.kernel.add(number, self._excluded_s, self._ends_s[number])
 
     def at_s(self, time_s: float) -> float:
         """Return the decode time of a batch at that time."""

@@ -83,6 +83,8 @@ class DecodeAccount:
         self._granted: dict[int, float] = {}
         self._coming: dict[int, ComingDecode] = {}
         self._counted: dict[int, tuple[int, ...]] = {}
+        # Of these, short prompts in progress whose decode is a large part of the capacity.
+        self._prefilling: dict[int, Sequence] = {}
         self._next: Sequence | None = None
         # Of long prompts without a promise that wait to end: new promises count them, others not.
         self._held: dict[int, ComingDecode] = {}
@@ -90,6 +92,8 @@ class DecodeAccount:
         self._ending: dict[int, ComingDecode] = {}
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
+        # Decodes of prompts that have started are counted, but not alongside the rows.
+        self._started = False
         self._changed = self.spanning = self._all_span = False
 
     @property
@@ -146,7 +150,7 @@ class DecodeAccount:
             self._coming[sequence.number] = ComingDecode(sequence, cost_s, self._length_s(sequence))
         else:
             self._run(sequence, cost_s, now)
-        self._changed = True
+        self._changed = self._started = True
 
     def _is_counted(self, number: int) -> bool:
         return number in self._counted or number in self._coming or number in self._held
@@ -182,6 +186,7 @@ class DecodeAccount:
     def _uncount(self, number: int) -> None:
         self._coming.pop(number, None)
         self._held.pop(number, None)
+        self._prefilling.pop(number, None)
         for group in self._counted.pop(number, ()):
             self.decodes[group].remove(number)
 
@@ -190,6 +195,9 @@ class DecodeAccount:
         for group, seconds in cost_s.items():
             self.decodes[group].add(sequence.number, seconds, ends_s)
         self._counted[sequence.number] = tuple(cost_s)
+        most_s = max(cost_s.values(), default=0.0)
+        if not sequence.decoding and most_s > self.settings.decode_room * self.capacity_s:
+            self._prefilling[sequence.number] = sequence
 
     def cost_s(self, sequence: Sequence) -> dict[int, float]:
         """Return what the decode takes of a batch in each group; empty if there is none.
@@ -316,6 +324,7 @@ class DecodeAccount:
         if self.queues.times.outdated:
             self.queues.set_times(self._times(self.tpot_s))
         self.promises.set_aside()
+        self._changed = False
         self._recount(now)
 
     def follow_spans(self, now: float) -> None:
@@ -324,7 +333,7 @@ class DecodeAccount:
             self._recount(now)
 
     def _recount(self, now: float) -> None:
-        self._changed, self.spanning = False, bool(self.groups.shared)
+        self._started, self.spanning = False, bool(self.groups.shared)
         self._all_span = self.spanning and any(len(groups) > 1 for groups in self._counted.values())
         self._peak_s, self._peak_as_of_s = self._recent_peak_s(now), now
         total_s = self._fullest_s()
@@ -339,6 +348,14 @@ class DecodeAccount:
             rows = [row for sequence in spanning if (row := queue.find(sequence)) >= 0]
             if rows:
                 self._count_alongside(group, rows, True, now)
+            alone = [
+                row
+                for sequence in self._prefilling.values()
+                if self._all_span or len(sequence.assigned_groups) == 1
+                if group in sequence.assigned_groups and (row := queue.find(sequence)) >= 0
+            ]
+            if alone:
+                self._count_alongside(group, alone, self._all_span, now)
 
     def count_alongside(self, sequence: Sequence, now: float) -> None:
         """Compute what runs alongside a prompt until it is due, after it joined its queues."""
@@ -351,13 +368,20 @@ class DecodeAccount:
                 self._count_alongside(group, [row], spans, now)
 
     def _count_alongside(self, group: int, rows: list[int], spans: bool, now: float) -> None:
-        """Compute what runs alongside rows of a group until they are due; -1 stands for all."""
+        """Compute what runs alongside rows of a group until they are due; -1 stands for all.
+
+        A single row does not run alongside its own decode.
+        """
         decodes, coming = self._alongside(group, spans, now)
-        least_s, part = self.spp * self.budget_s, self._part(1.0)
+        least_s, part, queue = self.spp * self.budget_s, self._part(1.0), self.waiting[group]
         for row in rows:
-            self.waiting[group].rows.set_alongside(
-                decodes, coming, row, now, self.budget_s, least_s, part
-            )
+            number = queue.sequences[row].number if row >= 0 else -1
+            own = [self.decodes[of] for of in self._counted.get(number, ())]
+            for of_group in own:
+                of_group.exclude(number)
+            queue.rows.set_alongside(decodes, coming, row, now, self.budget_s, least_s, part)
+            for of_group in own:
+                of_group.include(number)
 
     def _alongside(
         self, group: int, spans: bool, now: float
@@ -589,6 +613,8 @@ class DecodeAccount:
             return False
         cost_s = self.cost_s(sequence)
         if cost_s:
+            if self._started:  # several may start between two batches
+                self._recount(now)
             self.follow_spans(now)
             for group in self.waiting if self.spanning else groups:
                 self._try(sequence, cost_s, group, 0.0, 0.0, now)
