@@ -178,10 +178,11 @@ class BucketLossCap:
             places = victims(step, protected)
             if places:
                 due_in_s, cost_s = terms(np.array(places))
-                for place, in_time in zip(places, (cost_s <= due_in_s).tolist(), strict=True):
-                    lower(waiting.sequences[place])
+                victims_of = [waiting.sequences[place] for place in places]
+                for victim, in_time in zip(victims_of, (cost_s <= due_in_s).tolist(), strict=True):
+                    lower(victim)
                     if in_time:
-                        self.count_displaced(waiting.sequences[place], now)
+                        self.count_displaced(victim, now)
             count += len(places)
             if len(places) < step:
                 break
