@@ -24,8 +24,9 @@ QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
 # Tests run one worker per core of a small machine (a third one wins 3 % of the time); torch gets one
 # thread in each. Those of the operator mostly wait for a server and its clocks; their long campaigns
-# start first.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+# start first. With `env` make starts Python without a shell, so that a signal to make ends the tests.
+ALONE := env OMP_NUM_THREADS=1 $(PY) -m pytest
+PYTEST := $(ALONE) -n 2 --dist loadfile
 WAITING := -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -73,7 +74,7 @@ test: $(READY) ## run every test that needs neither a GPU nor a cluster
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
 test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: those that `test` leaves)
-	$(if $(SHORT),,$(WHOLE)) $(PYTEST) $(WAITING) tests/api $(if $(SHORT),$(addprefix --ignore=,$(QUICK)))
+	$(if $(SHORT),,env $(WHOLE)) $(PYTEST) $(WAITING) tests/api $(if $(SHORT),$(addprefix --ignore=,$(QUICK)))
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
 	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py
@@ -85,19 +86,19 @@ edit-fuzz: $(READY) ## change a MedhaReplica at random, validly and not, thousan
 	MEDHA_EDIT_FUZZ=whole $(PY) -m pytest -s tests/api/test_edit_fuzz.py
 
 test-cluster: $(READY) ## run the tests on a whole cluster, if one can be created (SHORT=1: the first file)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
+	$(ALONE) -rsP tests/cluster$(if $(SHORT),/test_first_answers.py)
 
 test-ecosystem: $(READY) ## run the operator with real Karpenter and KEDA on a cluster, if Go can build them
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/ecosystem
+	$(ALONE) -rs tests/ecosystem
 
 test-dashboards: $(READY) ## scrape a real fleet with a real Prometheus and query every panel and alert
 	@command -v prometheus >/dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || \
 	    $(MAKE) --no-print-directory prometheus || true
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/scraped
+	$(ALONE) -rs tests/scraped
 
 conformance: $(READY) ## run other clients, load generators and checkers against a fleet (SHORT=1: fewer requests)
 	@$(MAKE) --no-print-directory $(TOOLS)/.ready || echo "without the tools of requirements/conformance.txt" >&2
-	$(if $(SHORT),,MEDHA_CONFORMANCE=whole) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/conformance
+	$(if $(SHORT),,env MEDHA_CONFORMANCE=whole) $(ALONE) -rs tests/conformance
 
 $(TOOLS)/.ready: requirements/conformance.txt | $(UV)
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv --without-pip $(TOOLS)

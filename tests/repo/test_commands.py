@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,7 +55,34 @@ def test_continuous_integration_runs_the_commands_of_a_person_and_nothing_else(h
     script = house / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
-    assert steps(script.read_text()) == ["exec make -j1 test test-api test-cluster SHORT=1"]
+    assert steps(script.read_text()) == [
+        "exec make -j2 --output-sync=line test test-api test-cluster SHORT=1"
+    ]
+
+
+def test_a_signal_to_continuous_integration_ends_what_runs(house: Path, tmp_path: Path) -> None:
+    """A program takes the place of Python in the recipes: it writes its number and waits."""
+    python, started = tmp_path / "python", tmp_path / "started"
+    python.write_text(f'#!/bin/sh\necho "$$ $*" >>{started}\nexec sleep 100\n')
+    python.chmod(0o755)
+    started.touch()
+    environment = {**os.environ, "MAKEFLAGS": f"PY={python} READY="}
+    process = subprocess.Popen([house / ".ci" / "run"], env=environment, stdout=subprocess.PIPE)
+    try:
+        wait_until(lambda: len(started.read_text().splitlines()) == 2)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    lines = started.read_text().splitlines()
+    assert sorted("tests/api" in line for line in lines) == [False, True]
+    wait_until(lambda: not any(Path(f"/proc/{line.split()[0]}").exists() for line in lines))
+
+
+def wait_until(happened: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
 
 
 def test_every_target_is_declared_and_explained(makefile: str) -> None:
