@@ -27,6 +27,8 @@ from medha.spec import API_VERSION
 
 T = TypeVar("T")
 PATIENCE_S = 300.0
+POLL_S = 0.1
+"""Interval of polls: each computes here and in the API server while others wait."""
 NOW = "2026-01-01T00:00:00Z"
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": "8"}
 DURING = "DuringSchedulingIgnoredDuringExecution"
@@ -44,7 +46,7 @@ def until(what: Callable[[], T], why: str = "", within_s: float = PATIENCE_S) ->
     while not (value := what()):
         if time.monotonic() > end:
             raise AssertionError(f"not within {within_s:.0f} s: {why or what}; last was {value!r}")
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     return value
 
 

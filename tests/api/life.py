@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from tests.api.fleet import Fleet, Operator
+from tests.api.fleet import POLL_S, Fleet, Operator
 from tests.api.outcome import created, deleted, plain
 from tests.api.proxy import Answer, Call, Done, Proxy
 from tests.api.stand_ins import Leaders, Router
@@ -325,7 +325,7 @@ class Course:
                 break
             if time.monotonic() - max([began_s, *self._dying.died_s[-1:]]) > PATIENCE_S:
                 raise AssertionError(f"{name} does not come to its end\n{self._fleet.shown()}")
-            time.sleep(0.05)
+            time.sleep(POLL_S)
         done = [
             reply for reply in self._proxy.done[first:] if reply.call.writes and not reply.placed
         ]
@@ -372,7 +372,7 @@ class Course:
         end = time.monotonic() + QUIET_S
         while (early := time.monotonic() < end) or not self._resynced(seen):
             self._play()
-            time.sleep(0.05)
+            time.sleep(POLL_S)
             if (self._writes(), self._dying.deaths) != before:
                 return False
             if not early and not self._dying.is_working():

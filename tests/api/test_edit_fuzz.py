@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pytest
 from tests.api.courses import Scenes
 from tests.api.edits import Edits
-from tests.api.fleet import Fleet, until
+from tests.api.fleet import POLL_S, Fleet, until
 from tests.api.stage import Scene
 
 pytestmark = pytest.mark.timeout(7200)
@@ -62,6 +62,7 @@ class Fuzz:
             self.fleet.play()
             for resource in self.fleet.api.get(self.fleet.path()).json()["items"]:
                 edited[resource["metadata"]["name"]].advance(resource)
+            time.sleep(POLL_S)
 
 
 class EditedResource:
