@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
+from tests.api.operator_forks import ForkServer
 from tests.api.proxy import Proxy
 from tests.api.rights import missing_rights
 from tests.api.server import ApiServer, running_server
@@ -88,6 +89,13 @@ def fleet(api: httpx.Client, namespace: str, crd: None) -> Iterator[Fleet]:
     fleet.close()
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Process that starts operators."""
+    with contextlib.closing(ForkServer()) as fork_server:
+        yield fork_server
+
+
 @pytest.fixture
 def start_operator(
     api: httpx.Client,
@@ -95,10 +103,11 @@ def start_operator(
     namespace: str,
     tmp_path: Path,
     proxy: Proxy,
+    fork_server: ForkServer,
     request: pytest.FixtureRequest,
 ) -> Iterator[Callable[..., Operator]]:
     """Start operators in the test's namespace; all use the proxy, which checks the rules."""
-    stage = Stage(api, namespace, proxy, tmp_path)
+    stage = Stage(api, namespace, proxy, tmp_path, fork_server)
     failures = request.session.testsfailed
     yield stage.start
     stage.end(failed=request.session.testsfailed > failures)
@@ -106,10 +115,10 @@ def start_operator(
 
 @pytest.fixture
 def scenes(
-    api_server: ApiServer, crd: None, tmp_path: Path
+    api_server: ApiServer, crd: None, tmp_path: Path, fork_server: ForkServer
 ) -> Callable[..., contextlib.AbstractContextManager[Scene]]:
     """Make stages for whole lives, as many as threads want one."""
-    return functools.partial(scene, api_server, tmp_path)
+    return functools.partial(scene, api_server, tmp_path, fork_server)
 
 
 @pytest.fixture

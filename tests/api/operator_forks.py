@@ -1,8 +1,8 @@
 """`python -m tests.api.operator_forks`: starts operators fast, by forks after all imports.
 
 A line of JSON on standard input, `{"environment": {...}, "log": path}`, starts a process that does
-what `python -m medha_operator` does in that environment; the answer is its id. In tests that start
-hundreds of operators, imports would take most of the time.
+what `python -m medha_operator` does in that environment; the answer is its id. Of what an operator
+computes in a test, imports would be a third.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,15 +31,15 @@ LOADED = kopf.__name__
 class ForkedOperator:
     """A forked operator, with the part of subprocess.Popen that tests use."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, code: Path) -> None:
+        self.pid, self._code = pid, code
 
     def poll(self) -> int | None:
-        """Return None while it runs; only its parent knows its exit code."""
+        """Return None while it runs, then its exit code, which it leaves in a file."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
-            return -1
+            return int(self._code.read_text()) if self._code.exists() else -signal.SIGKILL
         return None
 
     def send_signal(self, number: int) -> None:
@@ -50,17 +51,18 @@ class ForkedOperator:
 
     def wait(self, timeout: float) -> int:
         end = time.monotonic() + timeout
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired("an operator", timeout)
             time.sleep(0.005)
-        return -1
+        return code
 
 
 class ForkServer:
-    """The process that forks; it ends when its standard input closes."""
+    """The process that forks, for any number of threads; it ends when its standard input closes."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             killed_with_parent(sys.executable, "-m", "tests.api.operator_forks"),
             stdin=subprocess.PIPE,
@@ -72,15 +74,21 @@ class ForkServer:
     def start(self, environment: dict[str, str], log: Path) -> ForkedOperator:
         assert self._process.stdin is not None and self._process.stdout is not None
         line = json.dumps({"environment": environment, "log": str(log)})
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return ForkedOperator(int(self._process.stdout.readline()))
+        with self._lock:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            return ForkedOperator(int(self._process.stdout.readline()), code_of(log))
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(20)
+
+
+def code_of(log: str | Path) -> Path:
+    """File in which the operator with this log leaves its exit code."""
+    return Path(log).with_suffix(".code")
 
 
 def serve() -> None:
@@ -110,6 +118,7 @@ def _live(environment: dict[str, str], log: str) -> None:
     try:
         code = main()
     finally:
+        code_of(log).write_text(str(code))
         sys.stderr.flush()
         os._exit(code)
 

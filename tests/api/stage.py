@@ -47,9 +47,16 @@ def new_proxy(server: ApiServer, account: str = "") -> Proxy:
 class Stage:
     """Starts operators that serve the namespace, and ends them."""
 
-    def __init__(self, api: httpx.Client, namespace: str, proxy: Proxy, folder: Path) -> None:
+    def __init__(
+        self,
+        api: httpx.Client,
+        namespace: str,
+        proxy: Proxy,
+        folder: Path,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         self._api, self._namespace, self._proxies = api, namespace, [proxy]
-        self._folder = folder
+        self._folder, self._fork_server = folder, fork_server
         self._started: list[Operator] = []
         self._account = f"operator-of-{namespace}"
         self._admit()
@@ -57,14 +64,13 @@ class Stage:
     def start(
         self,
         name: str = "one",
-        fork_server: ForkServer | None = None,
         *,
         via: Proxy | None = None,
         speed: float = 1.0,
         **settings: str,
     ) -> Operator:
-        """Start an operator. `via`: a proxy other than the stage's; `speed`: factor of its
-        clocks."""
+        """Start an operator. `via`: a proxy other than the stage's; `speed`: factor of its clocks,
+        which are those of a program of its own."""
         proxy = via or self._proxies[0]
         if proxy not in self._proxies:
             self._proxies.append(proxy)
@@ -73,6 +79,7 @@ class Stage:
         kubeconfig = self._folder / f"{self._namespace}-{number}.kubeconfig"
         kubeconfig.write_text(kubeconfig_of(proxy.url))
         log = self._folder / f"{self._namespace}-{name}-{number}.log"
+        fork_server = self._fork_server if speed == 1.0 else None
         self._started.append(
             Operator(kubeconfig, self._namespace, log, name, fork_server, speed, **settings)
         )
@@ -141,20 +148,15 @@ class Scene(msgspec.Struct, frozen=True):
     leaders: Leaders
     proxy: Proxy
     stage: Stage
-    fork_server: ForkServer
 
     def start(self, **settings: str) -> Operator:
-        return self.stage.start(
-            fork_server=self.fork_server,
-            via=self.proxy,
-            speed=1.0,
-            MEDHA_WORKER_FLOWS=FLOWS,
-            **settings,
-        )
+        return self.stage.start(via=self.proxy, speed=1.0, MEDHA_WORKER_FLOWS=FLOWS, **settings)
 
 
 @contextlib.contextmanager
-def scene(server: ApiServer, folder: Path, nodes: int = 2) -> Iterator[Scene]:
+def scene(
+    server: ApiServer, folder: Path, fork_server: ForkServer, nodes: int = 2
+) -> Iterator[Scene]:
     """Make a scene with everything of its own but the API server; several run at once, in
     threads."""
     with contextlib.ExitStack() as stack:
@@ -164,11 +166,10 @@ def scene(server: ApiServer, folder: Path, nodes: int = 2) -> Iterator[Scene]:
         stack.callback(fleet.close)
         leaders = stack.enter_context(contextlib.closing(Leaders()))
         fleet.address = leaders.address
-        fork_server = stack.enter_context(contextlib.closing(ForkServer()))
         proxy = stack.enter_context(new_proxy(server).running())
-        stage = Stage(api, namespace, proxy, folder)
+        stage = Stage(api, namespace, proxy, folder, fork_server)
         try:
-            yield Scene(api, fleet, leaders, proxy, stage, fork_server)
+            yield Scene(api, fleet, leaders, proxy, stage)
         except BaseException:
             stage.end(failed=True)
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
+from tests.api.operator_forks import ForkServer
 from tests.api.rights import documented, missing_rights
 from tests.api.server import Server, running_server
 from tests.api.stage import Stage, new_proxy
@@ -67,7 +68,10 @@ class Outage:
 
 @pytest.fixture
 def outage(
-    server_programs: tuple[Path, Path], tmp_path: Path, request: pytest.FixtureRequest
+    server_programs: tuple[Path, Path],
+    tmp_path: Path,
+    fork_server: ForkServer,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Outage]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running_server(tmp_path, server_programs))
@@ -76,7 +80,7 @@ def outage(
         api.post("/api/v1/namespaces", json={"metadata": {"name": "test"}}).raise_for_status()
         fleet = Fleet(api, "test")
         proxy = stack.enter_context(new_proxy(server.where).running())
-        stage = Stage(api, "test", proxy, tmp_path)
+        stage = Stage(api, "test", proxy, tmp_path, fork_server)
         failures = request.session.testsfailed
         yield Outage(server, fleet, stage.start(MEDHA_RESYNC_S=str(RESYNC_S)))
         stage.end(failed=request.session.testsfailed > failures)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.api.fleet import Fleet, Operator, until
+from tests.api.operator_forks import ForkServer
 from tests.api.proxy import Done, Proxy
 from tests.api.rights import ROOT
 from tests.api.stage import Stage, new_namespace
@@ -24,11 +25,16 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture
 def start_second(
-    api: httpx.Client, fleet: Fleet, proxies: Proxies, start_operator: Start, tmp_path: Path
+    api: httpx.Client,
+    fleet: Fleet,
+    proxies: Proxies,
+    start_operator: Start,
+    tmp_path: Path,
+    fork_server: ForkServer,
 ) -> Iterator[Callable[..., tuple[Operator, Proxy]]]:
     """Start a release in another namespace that serves the fleet's."""
     proxy, home = proxies(), new_namespace(api)
-    stage = Stage(api, home, proxy, tmp_path)
+    stage = Stage(api, home, proxy, tmp_path, fork_server)
     group = "rbac.authorization.k8s.io"
     binding = {
         "metadata": {"name": home},

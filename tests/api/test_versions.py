@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 from tests.api.fleet import Operator, until
+from tests.api.operator_forks import ForkServer
 from tests.api.server import ApiServer, running_server
 from tests.api.stage import Scene, scene
 
@@ -157,13 +158,13 @@ class Life:
 
 
 def test_pods_outlive_an_upgrade_of_the_kind_a_downgrade_and_a_migration_of_its_storage(
-    server: ApiServer, tmp_path: Path
+    server: ApiServer, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with server.client() as api:
         before, now = kind(ALPHA, stored=ALPHA), kind(ALPHA, BETA, stored=ALPHA)
         assert now == SHIPPED
         install(api, before).raise_for_status()
-        with scene(server, tmp_path) as on:
+        with scene(server, tmp_path, fork_server) as on:
             life = Life(on)
             life.start()
             life.create("old", ALPHA)
