@@ -156,11 +156,18 @@ def test_the_api_server_accepts_the_chart_with_every_option_and_other_apis(
     apply_dry(run_kubectl, namespace, text)
 
 
-@pytest.mark.parametrize("path", RIGHT)
+@pytest.mark.parametrize("inner", [False, True], ids=["sections", "parts of them"])
 def test_the_api_server_accepts_each_value_that_the_schema_accepts(
-    rendered: Callable[..., str], run_kubectl: Run, namespace: str, path: str
+    rendered: Callable[..., str], run_kubectl: Run, namespace: str, inner: bool
 ) -> None:
-    apply_dry(run_kubectl, namespace, rendered(namespace, {path: RIGHT[path]}))
+    """Values that are a part of another one are set without that."""
+    values = {
+        path: value
+        for path, value in RIGHT.items()
+        if any(path.startswith(f"{other}.") for other in RIGHT) == inner
+    }
+    assert values
+    apply_dry(run_kubectl, namespace, rendered(namespace, values))
 
 
 @pytest.mark.usefixtures("other_kinds")
@@ -409,16 +416,15 @@ def test_every_value_can_be_upgraded_and_nothing_but_the_kind_is_left_afterwards
     restricted: str,
     tmp_path: Path,
 ) -> None:
-    """The namespace admits restricted pods only. Each upgrade changes one section."""
+    """The namespace admits restricted pods only. Sections are changed, then switched off."""
     before, values = everything(run_kubectl, restricted), FIRST
-    for part in ("", *CHANGED):
-        values = {
-            **values,
-            **{f"{part}.{name}": CHANGED[part][name] for name in CHANGED.get(part, ())},
-        }
+    changed = {f"{part}.{name}": value for part in CHANGED for name, value in CHANGED[part].items()}
+    off = {path: value for path, value in changed.items() if value is False}
+    for step in ({}, {path: changed[path] for path in changed.keys() - off.keys()}, off):
+        values = {**values, **step}
         words = ("--install", f"--namespace={restricted}", *settings(values))
         done = run_helm("upgrade", "medha", "medha", *words)
-        assert done.returncode == 0, (part, done.stderr)
+        assert done.returncode == 0, done.stderr
         assert "PodSecurity" not in done.stderr
     uninstall(run_helm, api, api_server, restricted, tmp_path)
     assert everything(run_kubectl, restricted) == before
