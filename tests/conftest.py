@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -40,6 +41,7 @@ def cluster_tool() -> Path | None:
     return tool if tool.is_file() else None
 
 
+@functools.cache
 def programs() -> Path | None:
     """Folder of Kubernetes' programs: KUBEBUILDER_ASSETS, or the cluster tool's assets."""
     if folder := os.environ.get("KUBEBUILDER_ASSETS"):

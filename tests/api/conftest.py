@@ -23,10 +23,16 @@ from tests.api.rights import missing_rights
 from tests.api.server import ApiServer, running_server
 from tests.api.stage import Scene, Stage, new_namespace, new_proxy, scene
 from tests.api.stand_ins import Leaders, Router
+from tests.conftest import programs
 
 HOUSE = Path(__file__).resolve().parents[2]
 KEDA = Path(__file__).with_name("keda.sh_scaledobjects.yaml")
 CAMPAIGNS = ("test_crash_points", "test_fault_walks", "test_edit_fuzz", "test_long_outages")
+
+
+def pytest_sessionstart() -> None:
+    """Unpack the programs before the workers start, which would all unpack them."""
+    programs()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
