@@ -19,7 +19,8 @@ KERNELS := $(addprefix worker/medha_worker/attention/,singles.kernel.so chunks.k
 # What `make prometheus` unpacks.
 PROMETHEUS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/medha-prometheus
 
-# Short forms of the campaigns of `make test-api`, if an API server's programs are installed.
+# Short forms of the campaigns of `make test-api`, if an API server's programs are installed. Where
+# both targets run, test-api has them in the API servers that it starts anyway.
 QUICK := tests/api/test_crash_points.py tests/api/test_edit_fuzz.py
 
 # Tests run one worker per core of a small machine (a third one wins 3 % of the time); torch gets one
@@ -68,13 +69,13 @@ release: $(READY) ## write charts, images, bills of materials and checksums into
 
 test: $(READY) ## run every test that needs neither a GPU nor a cluster
 	$(PYTEST)
-	$(PYTEST) $(QUICK)
+	$(if $(filter test-api,$(MAKECMDGOALS)),,$(PYTEST) $(QUICK))
 
 # Full length of the long campaigns of tests/api; without it they are short, or skipped.
 WHOLE := MEDHA_CRASH_POINTS=whole MEDHA_EDIT_FUZZ=whole MEDHA_OUTAGES=whole
 
-test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: those that `test` leaves)
-	$(if $(SHORT),,env $(WHOLE)) $(PYTEST) $(WAITING) tests/api $(if $(SHORT),$(addprefix --ignore=,$(QUICK)))
+test-api: $(READY) ## run all tests that need a Kubernetes API server (SHORT=1: short campaigns)
+	$(if $(SHORT),,env $(WHOLE)) $(PYTEST) $(WAITING) tests/api
 
 outages: $(READY) ## leave the operator ten minutes without an API server, on a clock ten times as fast
 	MEDHA_OUTAGES=whole $(PY) -m pytest -s tests/api/test_long_outages.py
