@@ -26,7 +26,7 @@ spec:
   device: {kind: Cpu}
   parallelism: {spp: 2}
   slo: {default: {ttft: {floor: 2s, multiplier: "10"}, tpot: 5s, whenInfeasible: Relegate}}
-  engine: {pageTokens: 16, kvPages: 512}
+  engine: {pageTokens: 16, kvPages: 512, standbyRanks: Disabled}
 """
 SMALL = TinyModel(
     layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=96, max_tokens=2048
