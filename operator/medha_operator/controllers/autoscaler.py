@@ -111,11 +111,12 @@ class Autoscaler:
 
     async def _round(self) -> None:
         living = [seen for seen in self._state.served() if not seen.value.deleting]
+        if not living and any(True for _ in self._state.replicas):
+            self._stand_by()  # another release serves them, or may
+            return
         self._forget({seen.key: seen.uid for seen in living})
         keys = [seen.key for seen in living]
         await in_turn(keys, self._reconcile, MAX_RECONCILE_S, self._metrics)
-        if not living and any(True for _ in self._state.replicas):
-            return  # another release serves them, or did until a moment ago
         await self._model_publisher.publish(
             seen.value.replica for seen in living if seen.value.replica is not None
         )
