@@ -26,7 +26,8 @@ GONE = "kopf/ medhareplicas DELETED llama 1"
 SURPLUS = 10
 """Share of events, as one in N, that may occur only in the walk without trouble."""
 HASH = re.compile(r"(?<=-)[0-9a-f]{10}$")
-REFUSALS = (400, 403, 409, 422, 500)
+REFUSALS = (400, 403, 409, 422, 500) if WHOLE else (403, 409, 500)
+"""The short form has one status of those that the operator handles alike."""
 PARTS = 8 if WHOLE else 4
 
 
