@@ -19,8 +19,8 @@ With promises, what a prompt's answer will take counts too. The account of decod
    decodes at the pace that b allows. The first one does too, unless a router has promised it.
 
 So a promise holds: what decodes take until it is due was counted when they began, and what it
-left free was counted in its work. The first prompt held back by 5, and those held back by 6, are
-counted in 4, so that they wait no longer than the promises given before, and for decodes to end.
+left free was counted in its work. Prompts held back by 6 are counted in 4, so that they wait no
+longer than the promises given before, and for decodes to end.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class DecodeAccount:
         self._counted: dict[int, tuple[int, ...]] = {}
         # Of these, short prompts in progress whose decode is a large part of the capacity.
         self._prefilling: dict[int, Sequence] = {}
-        self._next: Sequence | None = None
         # Of long prompts without a promise that wait to end: new promises count them, others not.
         self._held: dict[int, ComingDecode] = {}
         # Of those that were let end since the last refresh, and are not alongside anything yet.
@@ -163,8 +162,6 @@ class DecodeAccount:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that stopped."""
         number = sequence.number
-        if sequence is self._next:
-            self._next = None
         self._uncount(number)
         tpot_s = self._granted.pop(number, None)
         if tpot_s is not None:
@@ -319,8 +316,6 @@ class DecodeAccount:
         self._starts = 0
         self.closed.clear()
         self._ending.clear()
-        if self._next is not None and self._next.started:
-            self._next = None
         if self.queues.times.outdated:
             self.queues.set_times(self._times(self.tpot_s))
         self.promises.set_aside()
@@ -476,13 +471,9 @@ class DecodeAccount:
         """Compute what each row's work becomes with a new promise.
 
         Decodes alongside include its own (`cost_s`), alongside the others, and those of the prompts
-        held back longest.
+        that are held.
         """
-        plus = 0.0
-        if self._next is not None:
-            plus = self._part(self.cost_s(self._next).get(group, 0.0))
-        for held in self._held.values():
-            plus += self._part(held.cost_s.get(group, 0.0))
+        plus = sum(self._part(held.cost_s.get(group, 0.0)) for held in self._held.values())
         self._try(sequence, cost_s, group, plus, self.promise_part(now), now, kept=True)
 
     def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
@@ -620,7 +611,6 @@ class DecodeAccount:
                 self._try(sequence, cost_s, group, 0.0, 0.0, now)
                 margin_s = self.promises.least_margin_s(group, now, tried=True)
                 if margin_s < 0.0 and margin_s < self.promises.least_margin_s(group, now):
-                    self._next = self._next or sequence
                     self.closed.update(dict.fromkeys(groups, pages))
                     return False
         self.count(sequence, now)
