@@ -56,7 +56,7 @@ def test_continuous_integration_runs_the_commands_of_a_person_and_nothing_else(h
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert steps(script.read_text()) == [
-        "exec make -j2 --output-sync=line test test-api test-cluster SHORT=1"
+        "exec make -j2 test test-api test-cluster SHORT=1"
     ]
 
 

@@ -171,28 +171,3 @@ def test_a_promise_that_is_lost_anyway_shortens_batches_no_further() -> None:
     driven.submit([request("lost", 10_000, within_s=0.3, promised=True)])
     driven.run()
     assert max(batch.predicted_s for _, batch in driven.batches) >= 0.048
-
-
-def test_a_promise_that_cannot_be_kept_is_served_before_those_without_one() -> None:
-    # It needs 5 s and has 2; it was served last, as the largest of those without a promise.
-    plan = scheduler(classes=(SloClass(when_infeasible="relegate"),))
-    driven = Driven(plan)
-    driven.submit([request("late", 50_000, within_s=2.0, promised=True)])
-    driven.submit([request("kept", 10_000, within_s=3.0, promised=True)])
-    driven.submit([request(f"r{n}", 20_000, within_s=1.0, promised=False) for n in range(10)])
-    driven.run()
-    assert plan._promises.broken_count == 1
-    assert driven.in_time("kept")
-    assert driven.first_s["late"] < 9.0
-
-
-def test_a_promise_that_is_put_off_keeps_its_place_among_new_ones() -> None:
-    # Promises of half a second come one after the other: each leaves it the time that it needs.
-    plan = scheduler(classes=(SloClass(when_infeasible="refuse"),))
-    driven = Driven(plan)
-    driven.submit([request("late", 50_000, within_s=2.0, promised=True)])
-    driven.submit([request(f"c{n}", 2000, 0.2 * n, within_s=0.5) for n in range(100)])
-    driven.run()
-    assert driven.first_s["late"] < 9.0
-    promised = [name for name, admitted in driven.admitted.items() if admitted.promised]
-    assert [name for name in promised if not driven.in_time(name)] == ["late"]

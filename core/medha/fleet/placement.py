@@ -251,7 +251,7 @@ def _cost(
 
     The batch in flight is known from the Load. Of a later one, half is left in the mean.
     Behind stage 0, a promise needs at least what the replica reckons with, less half a batch:
-    the replica breaks a promise that it sees overrun by a whole one. A first answer costs its
+    the replica withdraws a promise that it sees overrun by a whole one. A first answer costs its
     own promise the short batches that it brings.
     """
     load = estimate.load

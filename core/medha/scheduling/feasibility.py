@@ -178,11 +178,10 @@ class BucketLossCap:
             places = victims(step, protected)
             if places:
                 due_in_s, cost_s = terms(np.array(places))
-                victims_of = [waiting.sequences[place] for place in places]
-                for victim, in_time in zip(victims_of, (cost_s <= due_in_s).tolist(), strict=True):
-                    lower(victim)
+                for place, in_time in zip(places, (cost_s <= due_in_s).tolist(), strict=True):
+                    lower(waiting.sequences[place])
                     if in_time:
-                        self.count_displaced(victim, now)
+                        self.count_displaced(waiting.sequences[place], now)
             count += len(places)
             if len(places) < step:
                 break

@@ -150,11 +150,6 @@ class KvGroups:
         else:
             self._unshare(sequence)
 
-    def put_off(self, sequence: Sequence, due_s: float) -> None:
-        """Move a waiting sequence to where a later deadline belongs."""
-        self.queues.put_off(sequence, due_s)
-        self._spans = None
-
     @property
     def spans(self) -> Spans:
         """Sequences that are assigned more than one group."""

@@ -13,10 +13,9 @@ The share is set aside where a class relegates or while a relegated prompt waits
 classes all refuse promises all its time.
 
 `work` is the time that a prompt takes alongside the decodes until it is due (prefill_admission.py).
-A promise is broken only when even the bare costs of the promised overrun a deadline by more than
-the hysteresis: one batch, and twice the predictor's error. It is then put off: it stays a promise,
-for the first deadline at which it fits with all others. Without `commit` there are no promises: the
-largest feasible set is kept.
+A promise is withdrawn only when even the bare costs of the promised overrun a deadline by more than
+the hysteresis: one batch, and twice the predictor's error. Without `commit` there are no promises:
+the largest feasible set is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class PromiseSet:
     holds next to nothing. `decoding_s`: what decodes take of a batch, per group.
     `relegated_credit_s`: time owed to the relegated, per group; `payable_s`: how much of it the
     batch that was ordered last can bear; `lacking_s`: time owed if what they got in the gaps of
-    others counts, too. `broken_count`: promises put off. `guard_s`: slack that does not count, a
+    others counts, too. `broken_count`: promises withdrawn. `guard_s`: slack that does not count, a
     part of the longest batch. `long_s`: work beyond which a prompt is long. `relegates`: a class
     does.
     """
@@ -411,37 +410,16 @@ class PromiseSet:
         def terms(rows: Places | slice) -> tuple[Floats, Floats]:
             return self._terms(group, start, rows)
 
-        drop = functools.partial(self.loss_cap.drop, waiting, terms, start, CHANGES_PER_ROUND)
-        lost = drop(self._relegate_one, functools.partial(self._overrunning, rows))
+        drop = functools.partial(
+            self.loss_cap.drop, waiting, terms, start, CHANGES_PER_ROUND, self._relegate_one
+        )
+        lost = drop(functools.partial(self._overrunning, rows))
         if not waiting.promised_count or rows.least_s >= -self.longest_s:
             return lost, 0
-        lower = functools.partial(self._put_off, start) if self.gives else self._relegate_one
-        return lost, drop(lower, functools.partial(self._broken, waiting.promised, terms, error))
+        return lost, drop(functools.partial(self._broken, waiting.promised, terms, error))
 
     def _relegate_one(self, sequence: Sequence) -> None:
         self.set_rank(sequence, kept=False, promised=False)
-
-    def _put_off(self, start: float, sequence: Sequence) -> None:
-        """Put a promise off until it fits with all others, in each of its groups.
-
-        It stays a promise: new ones must leave it its time.
-        """
-        groups = [group for group in sequence.assigned_groups if group in self.waiting]
-        due_s = max(self._earliest_due_s(sequence, group, start) for group in groups)
-        self.groups.put_off(sequence, max(due_s, sequence.key[0]))
-
-    def _earliest_due_s(self, sequence: Sequence, group: int, start: float) -> float:
-        """Return the first deadline at which a row fits with all other promises of a group."""
-        waiting = self.waiting[group]
-        due_in_s, bare_s = self._terms(group, start)
-        row = waiting.row_of(sequence)
-        promised = waiting.promised.copy()
-        promised[row] = False
-        own_s = float(bare_s[row]) * self._inflation
-        before_s = (bare_s * promised).cumsum() * self._inflation
-        tight = np.flatnonzero(promised & (due_in_s - before_s < own_s))
-        ahead_s = float(before_s[tight[-1]]) if len(tight) else 0.0
-        return start + self.behind_s(group) + ahead_s + own_s
 
     def _overrunning(self, rows: native.Rows, most: int, protected: Mask | None) -> list[int]:
         """Return at most `most` rows without a promise that must give way.
@@ -461,7 +439,7 @@ class PromiseSet:
         most: int,
         protected: Mask | None,
     ) -> list[int]:
-        """Return at most `most` rows whose promise cannot be kept."""
+        """Return at most `most` rows whose promise must be withdrawn."""
         due_in, bare = terms(EVERY)
         sure = (bare * promised).cumsum() * (1.0 - min(0.9, 2.0 * error))
         left = np.where(promised, due_in - sure, np.inf)

@@ -485,10 +485,6 @@ class Sequence:
             self.kept = self.promised = False
             self.key = (due_s, self.request.arrival_s, self.request.id)
 
-    def put_off(self, due_s: float) -> None:
-        """Wait in order of a later deadline than the request's, in no queue meanwhile."""
-        self.key = (due_s, self.request.arrival_s, self.request.id)
-
     def finish(self) -> None:
         """Stop for good: completed, aborted or failed."""
         self.status = FINISHED

@@ -169,17 +169,8 @@ class WaitingQueue:
             raise KeyError(sequence.id)
         return row
 
-    def add(
-        self,
-        sequence: Sequence,
-        levels: list[float],
-        need: int,
-        alongside: float | None = None,
-    ) -> None:
-        """Add a row, unless the sequence waits here already.
-
-        `alongside`: part of the decode capacity that runs alongside it, as is typical by default.
-        """
+    def add(self, sequence: Sequence, levels: list[float], need: int) -> None:
+        """Add a row, unless the sequence waits here already."""
         at = self.place(sequence.key)
         if at < len(self.sequences) and self.sequences[at] is sequence:
             return
@@ -191,7 +182,7 @@ class WaitingQueue:
             at,
             flags,
             due_s,
-            self.typical if alongside is None else alongside,
+            self.typical,
             need,
             sequence.norm_s,
             arrival_s,
@@ -372,19 +363,6 @@ class WaitingQueues:
             queue = self.by_group.get(group)
             if queue is not None and sequence in queue:
                 queue.remove(sequence)
-
-    def put_off(self, sequence: Sequence, due_s: float) -> None:
-        """Move the rows of a sequence to where a later deadline belongs."""
-        rows: list[tuple[WaitingQueue, list[float], int, float]] = []
-        for group in sequence.assigned_groups:
-            queue = self.by_group.get(group)
-            if queue is not None and (row := queue.find(sequence)) >= 0:
-                levels, need = queue.rows.levels(row), int(queue.need[row])
-                rows.append((queue, levels, need, float(queue.alongside[row])))
-                queue.remove(sequence)
-        sequence.put_off(due_s)
-        for queue, levels, need, alongside in rows:
-            queue.add(sequence, levels, need, alongside)
 
     def transfer(self, sequence: Sequence, target: int, cached: int) -> None:
         """Move a waiting sequence of one group to another, which has `cached` of its tokens."""
