@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from rich.console import Console
+from tests.support.ipv6 import NEEDS_IPV6
 from tests.support.medha_up import MEDHA, Up, until
 
 from medha.adapters.addresses import listening
@@ -198,7 +199,7 @@ def test_a_user_error_is_one_line_and_status_two(
     assert sentence in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6)])
 def test_a_taken_port_is_reported_before_any_program_starts(file: Path, host: str) -> None:
     with closing(listening(host, 0, backlog=1)) as server:
         port = str(server.getsockname()[1])

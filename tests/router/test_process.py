@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.router.conftest import PATIENT_S
+from tests.support.ipv6 import NEEDS_IPV6
 
 from medha.adapters.addresses import http_url
 from medha.config import RouterConfig, RouterModel, render
@@ -30,6 +31,7 @@ def config_file(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     return path
 
 
+@NEEDS_IPV6
 @pytest.mark.parametrize(("host", "clients"), [("::1", "::1"), ("::", "127.0.0.1")])
 def test_a_router_serves_both_versions_of_ip(running_with: Any, host: str, clients: str) -> None:
     router = running_with(host=host, ops_host="127.0.0.1").router
