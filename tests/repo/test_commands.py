@@ -55,9 +55,7 @@ def test_continuous_integration_runs_the_commands_of_a_person_and_nothing_else(h
     script = house / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
-    assert steps(script.read_text()) == [
-        "exec make -j2 test test-api test-cluster SHORT=1"
-    ]
+    assert steps(script.read_text()) == ["exec make -j2 test test-api test-cluster SHORT=1"]
 
 
 def test_a_signal_to_continuous_integration_ends_what_runs(house: Path, tmp_path: Path) -> None:
