@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-from benchmarks.policies import code_digest
+from benchmarks.policies import code_digest, kept_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -145,120 +145,116 @@ def late(records: Sequence[RequestRecord]) -> dict[str, float]:
 # --- kinds of bursts ------------------------------------------------------------------------------
 
 
-def small(draw: random.Random) -> Burst:
-    wishes, histories = _wishes(draw, 2, 12, 0.3)
-    return Burst(
-        profile=draw.choice(["a100", "h100"]),
-        tp=draw.choice([2, 4, 8]),
-        spp=draw.randint(1, 4),
-        kvp=draw.randint(1, 2),
-        tpot_s=draw.choice([0.05, 0.1, 0.3]),
-        when_infeasible=_class(draw),
-        wishes=wishes,
-        histories=histories,
-    )
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """Values that the bursts of a kind are drawn from. `cached`: part of the requests on a history.
+
+    `real`: prompts of all lengths with answers as in traces. Else lengths are alike, and answers
+    of the fewest tokens or many. `headers`: half of the requests have a TPOT of their own.
+    """
+
+    requests: tuple[int, int]
+    cached: float
+    tp: tuple[int, ...]
+    spp: tuple[int, ...]
+    kvp: tuple[int, ...]
+    tpots_s: tuple[float, ...]
+    real: bool = False
+    headers: bool = False
+
+    def draw(self, draw: random.Random) -> Burst:
+        wishes, histories = self._wishes(draw)
+        drawn = Burst(
+            profile=draw.choice(["a100", "h100"]),
+            tp=draw.choice(self.tp),
+            spp=draw.choice(self.spp),
+            kvp=draw.choice(self.kvp),
+            tpot_s=draw.choice(self.tpots_s),
+            when_infeasible=draw.choice(["refuse", "relegate"]),
+            wishes=wishes,
+            histories=histories,
+        )
+        if not self.headers:
+            return drawn
+        tpots_s = {
+            number: drawn.tpot_s * draw.choice([0.2, 0.4, 0.6, 0.8])
+            for number in range(len(wishes))
+            if draw.random() < 0.5
+        }
+        return msgspec.structs.replace(drawn, tpots_s=tpots_s)
+
+    def _wishes(self, draw: random.Random) -> tuple[tuple[Wish, ...], tuple[int, ...]]:
+        """Return requests and the histories that some of them begin with."""
+        histories = tuple(int(2 ** draw.uniform(12, 19 if self.real else 18)) for _ in range(2))
+        low, high = draw.choice([(7, 12), (9, 15.5), (12, 17), (10, 19.9), (6.7, 19.9)])
+        spread_s = draw.choice([0.0, 1.0])
+        wishes: list[Wish] = []
+        for _ in range(draw.randint(*self.requests)):
+            prompt, history = int(2 ** draw.uniform(low, high)), -1
+            if draw.random() < self.cached:
+                history = draw.randrange(2)
+                more = draw.choice([1, min(prompt, 5000), min(prompt, 100_000)])
+                prompt = histories[history] + more
+            output = draw.choice([1, 2, 3, 20, 200, 2000])
+            if self.real:
+                answer = CHAT_OUTPUT if prompt <= SHORT_TOKENS else DOCUMENT_OUTPUT
+                sigma = math.log(answer.p95 / answer.median) / P95_NORMAL
+                output = max(1, round(answer.median * math.exp(draw.gauss(0.0, sigma))))
+            arrival_s = draw.choice([0.0, draw.uniform(0.0, spread_s)])
+            wishes.append((arrival_s, min(prompt, CONTEXT_TOKENS - 1 - output), output, history))
+        return tuple(sorted(wishes)), histories
 
 
-def pipeline(draw: random.Random) -> Burst:
-    wishes, histories = _wishes(draw, 5, 30, 0.3)
-    return Burst(
-        profile=draw.choice(["a100", "h100"]),
-        tp=draw.choice([1, 2, 4, 8]),
-        spp=draw.randint(2, 4),
-        kvp=draw.choice([1, 1, 1, 2]),
-        tpot_s=draw.choice([0.02, 0.05, 0.075, 0.1]),
-        when_infeasible=_class(draw),
-        wishes=wishes,
-        histories=histories,
-    )
-
-
-def burst(draw: random.Random) -> Burst:
-    wishes, histories = _wishes(draw, 30, 60, 0.2, real=True)
-    return Burst(
-        profile=draw.choice(["a100", "h100"]),
-        tp=draw.choice([1, 2, 2, 4, 8]),
-        spp=draw.choice([1, 1, 2, 3]),
-        kvp=draw.choice([1, 1, 2]),
-        tpot_s=draw.choice([0.02, 0.02, 0.03, 0.05]),
-        when_infeasible=_class(draw),
-        wishes=wishes,
-        histories=histories,
-    )
-
-
-def headers(draw: random.Random) -> Burst:
-    wishes, histories = _wishes(draw, 5, 30, 0.2)
-    drawn = Burst(
-        profile=draw.choice(["a100", "h100"]),
-        tp=draw.choice([4, 8]),
-        spp=draw.randint(1, 3),
-        kvp=draw.choice([1, 1, 2]),
-        tpot_s=draw.choice([0.05, 0.1, 0.2]),
-        when_infeasible=_class(draw),
-        wishes=wishes,
-        histories=histories,
-    )
-    tpots_s = {
-        number: drawn.tpot_s * draw.choice([0.2, 0.4, 0.6, 0.8])
-        for number in range(len(drawn.wishes))
-        if draw.random() < 0.5
-    }
-    return msgspec.structs.replace(drawn, tpots_s=tpots_s)
-
-
-def hits(draw: random.Random) -> Burst:
-    wishes, histories = _wishes(draw, 10, 40, 0.7, real=True)
-    return Burst(
-        profile=draw.choice(["a100", "h100"]),
-        tp=draw.choice([2, 4, 8]),
-        spp=draw.randint(1, 3),
-        kvp=draw.randint(1, 2),
-        tpot_s=draw.choice([0.03, 0.05, 0.1]),
-        when_infeasible=_class(draw),
-        wishes=wishes,
-        histories=histories,
-    )
-
-
-KINDS = {of.__name__: of for of in (small, pipeline, burst, headers, hits)}
+KINDS = {
+    "small": Kind(
+        requests=(2, 12),
+        cached=0.3,
+        tp=(2, 4, 8),
+        spp=(1, 2, 3, 4),
+        kvp=(1, 2),
+        tpots_s=(0.05, 0.1, 0.3),
+    ),
+    "pipeline": Kind(
+        requests=(5, 30),
+        cached=0.3,
+        tp=(1, 2, 4, 8),
+        spp=(2, 3, 4),
+        kvp=(1, 1, 1, 2),
+        tpots_s=(0.02, 0.05, 0.075, 0.1),
+    ),
+    "burst": Kind(
+        requests=(30, 60),
+        cached=0.2,
+        tp=(1, 2, 2, 4, 8),
+        spp=(1, 1, 2, 3),
+        kvp=(1, 1, 2),
+        tpots_s=(0.02, 0.02, 0.03, 0.05),
+        real=True,
+    ),
+    "headers": Kind(
+        requests=(5, 30),
+        cached=0.2,
+        tp=(4, 8),
+        spp=(1, 2, 3),
+        kvp=(1, 1, 2),
+        tpots_s=(0.05, 0.1, 0.2),
+        headers=True,
+    ),
+    "hits": Kind(
+        requests=(10, 40),
+        cached=0.7,
+        tp=(2, 4, 8),
+        spp=(1, 2, 3),
+        kvp=(1, 2),
+        tpots_s=(0.03, 0.05, 0.1),
+        real=True,
+    ),
+}
 
 
 def drawn(kind: str, seed: int, error: float = 0.0) -> Burst:
     """Return the burst of a kind and a seed."""
-    of_kind = KINDS[kind](random.Random(f"{kind} {seed}"))
-    return msgspec.structs.replace(of_kind, error=error, seed=seed)
-
-
-def _class(draw: random.Random) -> str:
-    return draw.choice(["refuse", "relegate"])
-
-
-def _wishes(
-    draw: random.Random, least: int, most: int, cached: float, *, real: bool = False
-) -> tuple[tuple[Wish, ...], tuple[int, ...]]:
-    """Return `least` to `most` requests, a part of them on histories, and the histories.
-
-    `real`: prompts of all lengths with answers as in traces. Else lengths are alike, and answers
-    of the fewest tokens or many.
-    """
-    histories = tuple(int(2 ** draw.uniform(12, 19 if real else 18)) for _ in range(2))
-    low, high = draw.choice([(7, 12), (9, 15.5), (12, 17), (10, 19.9), (6.7, 19.9)])
-    spread_s = draw.choice([0.0, 1.0])
-    wishes: list[Wish] = []
-    for _ in range(draw.randint(least, most)):
-        prompt, history = int(2 ** draw.uniform(low, high)), -1
-        if draw.random() < cached:
-            history = draw.randrange(2)
-            prompt = histories[history] + draw.choice([1, min(prompt, 5000), min(prompt, 100_000)])
-        output = draw.choice([1, 2, 3, 20, 200, 2000])
-        if real:
-            answer = CHAT_OUTPUT if prompt <= SHORT_TOKENS else DOCUMENT_OUTPUT
-            sigma = math.log(answer.p95 / answer.median) / P95_NORMAL
-            output = max(1, round(answer.median * math.exp(draw.gauss(0.0, sigma))))
-        arrival_s = draw.choice([0.0, draw.uniform(0.0, spread_s)])
-        wishes.append((arrival_s, min(prompt, CONTEXT_TOKENS - 1 - output), output, history))
-    return tuple(sorted(wishes)), histories
+    burst = KINDS[kind].draw(random.Random(f"{kind} {seed}"))
+    return msgspec.structs.replace(burst, error=error, seed=seed)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -334,24 +330,12 @@ def _is_slow(record: RequestRecord) -> bool:
     return pace_s is not None and pace_s > TPOT_TOLERANCE * record.tpot_s
 
 
-def kept(path: pathlib.Path) -> dict[str, Outcome]:
-    """Read finished runs; a line that was cut off is left out."""
-    outcomes: dict[str, Outcome] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            outcome = msgspec.json.decode(line, type=Outcome)
-        except msgspec.MsgspecError:
-            continue
-        outcomes[outcome.key] = outcome
-    return outcomes
-
-
 def make_runs(
     kinds: Iterable[str], seeds: Sequence[int], error: float, out: pathlib.Path
 ) -> list[Outcome]:
     """Make all runs that the file does not have, and add them to it."""
     code = code_digest() + hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()
-    before, outcomes = kept(out), []
+    before, outcomes = kept_rows(out, Outcome), []
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("ab") as lines:
         for seed in seeds:  # all kinds of a seed first: a run that is cut off has some of each
@@ -408,7 +392,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, required=True, help="number of seeds of each kind")
+    parser.add_argument("--seeds", type=int, default=20, help="number of seeds of each kind")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--kind", action="append", choices=[*KINDS])
     parser.add_argument("--error", type=float, default=0.0, help="of predictions, as 0.2")

@@ -21,6 +21,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 from benchmarks import fluid
@@ -126,16 +127,25 @@ def planned_jobs(options: argparse.Namespace) -> list[Job]:
     )
 
 
-def kept_rows(path: pathlib.Path) -> dict[str, Row]:
-    """Read finished runs; a line that was cut off is left out."""
-    rows: dict[str, Row] = {}
-    if path.is_file():
-        for line in path.read_bytes().splitlines():
-            try:
-                row = msgspec.json.decode(line, type=Row)
-            except msgspec.MsgspecError:
-                continue
-            rows[row.key] = row
+class Keyed(Protocol):
+    """A finished run, named by a digest of what made it."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Kept = TypeVar("Kept", bound=Keyed)
+
+
+def kept_rows(path: pathlib.Path, of: type[Kept]) -> dict[str, Kept]:
+    """Read finished runs by their keys; a line that was cut off is left out."""
+    rows: dict[str, Kept] = {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            row = msgspec.json.decode(line, type=of)
+        except msgspec.MsgspecError:
+            continue
+        rows[row.key] = row
     return rows
 
 
@@ -146,7 +156,7 @@ def _numbered(numbered: tuple[int, Job]) -> tuple[int, Outcome]:
 def make_runs(planned: Sequence[Job], out: pathlib.Path, processes: int) -> dict[Job, Outcome]:
     """Make all runs that the file does not have, and add them to it."""
     code = code_digest()
-    rows = kept_rows(out)
+    rows = kept_rows(out, Row)
     outcomes = {job: rows[key].outcome for job in planned if (key := job.key(code)) in rows}
     left = [job for job in planned if job not in outcomes]
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.medha_up import until
 
 
 def targets(makefile: str) -> set[str]:
@@ -67,20 +66,13 @@ def test_a_signal_to_continuous_integration_ends_what_runs(house: Path, tmp_path
     environment = {**os.environ, "MAKEFLAGS": f"PY={python} READY="}
     process = subprocess.Popen([house / ".ci" / "run"], env=environment, stdout=subprocess.PIPE)
     try:
-        wait_until(lambda: len(started.read_text().splitlines()) == 2)
+        until(lambda: len(started.read_text().splitlines()) == 2)
     finally:
         process.terminate()
         process.communicate(timeout=60)
     lines = started.read_text().splitlines()
     assert sorted("tests/api" in line for line in lines) == [False, True]
-    wait_until(lambda: not any(Path(f"/proc/{line.split()[0]}").exists() for line in lines))
-
-
-def wait_until(happened: Callable[[], bool], limit_s: float = 60.0) -> None:
-    end = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
+    until(lambda: not any(Path(f"/proc/{line.split()[0]}").exists() for line in lines))
 
 
 def test_every_target_is_declared_and_explained(makefile: str) -> None:

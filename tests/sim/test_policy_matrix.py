@@ -234,10 +234,10 @@ def test_finished_runs_are_found_again_until_the_code_changes(tmp_path: pathlib.
     path = tmp_path / "rows.jsonl"
     line = msgspec.json.encode(row)
     path.write_bytes(line + b"\n" + line[:50])  # the second was cut off
-    assert kept_rows(path) == {job.key("v1"): row}
-    assert job.key("v2") not in kept_rows(path)
-    assert msgspec.structs.replace(job, seed=1).key("v1") not in kept_rows(path)
-    assert not kept_rows(tmp_path / "none")
+    assert kept_rows(path, Row) == {job.key("v1"): row}
+    assert job.key("v2") not in kept_rows(path, Row)
+    assert msgspec.structs.replace(job, seed=1).key("v1") not in kept_rows(path, Row)
+    assert not kept_rows(tmp_path / "none", Row)
     assert by_cell([job], {job: row.outcome}) == {CELL: {"lars": row.outcome}}
 
 

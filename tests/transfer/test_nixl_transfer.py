@@ -18,6 +18,7 @@ import pytest
 from medha.adapters.transports import LOOPBACK, Transports
 from medha.errors import EngineError
 from medha.messages import Peer
+from medha_worker.controller.kv_moves import LEASE_S
 from medha_worker.kv.fetches import MoveTargets
 from medha_worker.kv.page_mover import PageMover
 from medha_worker.kv.pages import KvPages, PageEpochs
@@ -148,6 +149,12 @@ def test_a_read_after_a_broken_connection_connects_again(
             assert end_of([broken], transfer) == {ReadState.FAILED}
             broken.close()
     transfer.disconnect(0)
+
+
+def test_reads_from_a_machine_that_vanished_end_before_their_reader_is_given_up() -> None:
+    links = Transports(interface=LOOPBACK, device="cpu", shared_memory=False, gpu_direct=False)
+    ends_s = float(links.environment()["UCX_TCP_USER_TIMEOUT"].removesuffix("s"))
+    assert LEASE_S < ends_s < 2 * LEASE_S
 
 
 def test_no_data_lands_after_a_read_has_ended(source: tuple[int, Peer], reader: Reader) -> None:

@@ -45,7 +45,7 @@ from medha_router.tokenization.json_text import check_values
 
 MAX_MESSAGES = 4096
 KEEPS_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""What Claude Code sends with each request; messages are never cut here."""
+"""Edit that Claude Code sends with each request, and that cuts nothing."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ({}, {"edits": []}, KEEPS_THINKING),
