@@ -5,10 +5,11 @@
 
 Targets: p50 of the step <= 300 us at 1,000 x 256 and <= 1 ms at 10,000 x 2,048; one prediction
 <= 5 us. Eight H100-class GPUs serve an 8B model; prompts are log-normal around 1,000 tokens, one in
-twenty has 100,000 to 500,000. Every batch is acknowledged and completed. Finished requests are
-replaced, so that the population stays constant: `submit` is the time for all that a step replaces,
-`load` that of one report. Policies take turns in one loop, so that whatever else the machine does
-slows all of them alike. Times are of the thread's processor, microseconds.
+twenty has 100,000 to 500,000. A router has decided for each whether its deadline is promised, from
+the replica's last report; that is not counted. Every batch is acknowledged and completed. Finished
+requests are replaced, so that the population stays constant: `submit` is the time for all that a
+step replaces, `load` that of one report. Policies take turns in one loop, so that whatever else the
+machine does slows all of them alike. Times are of the thread's processor, microseconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import time
 from medha import compiled
 from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
+from medha.fleet.offers import PendingRequest
+from medha.fleet.placement import assess
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.predictor import Predictor
 from medha.profile import H100
 from medha.request import Request
@@ -37,6 +41,7 @@ GRID = (
     *((waiting, decodes) for waiting in (100, 1_000, 10_000) for decodes in (64, 512, 2_048)),
     (1_000, 256),
 )
+TPOT_S, OUTPUT_TOKENS = 0.1, 4_096
 # Requests that arrive together while the population grows.
 TOGETHER = 64
 
@@ -58,6 +63,8 @@ class Population:
             LLAMA_3_8B.max_context_tokens,
         )
         self.scheduler.group_joined(0, 1, 0.0)
+        self.router = ReplicaEstimate("replica", self.predictor, LLAMA_3_8B.max_context_tokens)
+        self.router.update(self.scheduler.load(0.0), 0.0)
         self.waiting, self.decodes = waiting, decodes
         self.dice = random.Random(seed)
         self.now, self.count, self.queued = 0.0, 0, 0
@@ -69,6 +76,7 @@ class Population:
                 self._run()
         while self.queued < waiting:
             self._submit(self._request())
+            self.router.update(self.scheduler.load(0.0), 0.0)
 
     def step(self) -> tuple[int, tuple[float, ...]]:
         """Run a batch and replace what finished; return their number and seconds by PARTS."""
@@ -78,8 +86,9 @@ class Population:
         for request in requests:
             self._submit(request)
         submitted = time.thread_time()
-        self.scheduler.load(self.now)
+        load = self.scheduler.load(self.now)
         loaded = time.thread_time()
+        self.router.update(load, self.now)
         return len(requests), (submitted - began, formed_s, completed_s, loaded - submitted)
 
     def _request(self, short: bool = False) -> Request:
@@ -90,15 +99,27 @@ class Population:
             else min(16_000, max(16, int(self.dice.lognormvariate(6.9, 1.0))))
         )
         work_s = self.predictor.prefill_s(tokens)
+        deadline_s = max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0)
         self.count += 1
-        return Request(
+        pending = PendingRequest(
             id=f"r{self.count}",
+            prompt_tokens=tokens,
+            max_output_tokens=OUTPUT_TOKENS,
+            due_s=self.now + deadline_s,
+            tpot_s=TPOT_S,
+        )
+        offer = assess(self.router, pending, self.now)
+        self.router.hold(pending, offer, self.now, offer.fits)
+        self.router.accepted(pending.id)
+        return Request(
+            id=pending.id,
             arrival_s=self.now,
             prompt_tokens=tokens,
-            tpot_s=0.1,
-            max_output_tokens=4_096,
-            ttft_deadline_s=max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0),
+            tpot_s=TPOT_S,
+            max_output_tokens=OUTPUT_TOKENS,
+            ttft_deadline_s=deadline_s,
             work_s=work_s,
+            promised=offer.fits,
         )
 
     def _submit(self, request: Request) -> None:

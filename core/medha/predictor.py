@@ -566,6 +566,9 @@ class Predictor:
         self._slowest: list[Parts] = [(0.0, 0.0)]
         self._whole: dict[int, tuple[Parts, Parts]] = {}
         self._head_s = self._costs.head(1)
+        # By number of groups: the corrections at which the rest was computed, seconds of a row, and
+        # seconds of a typical batch.
+        self._decode_rows: dict[int, tuple[tuple[float, float], float, float]] = {}
 
     def at_budget(self, budget_s: float) -> Predictor:
         """Return the predictor of prefills in batches of another budget; it learns with this."""
@@ -705,13 +708,20 @@ class Predictor:
 
         A row of a typical batch, over many steps of tiles, and what a decode takes besides.
         """
-        others, load = self.load(), self.load()
-        others.add_decodes(1, 0, groups)
+        regime, middle = MIXED + (groups > 1), (FEW_ROWS + MANY_ROWS) // 2
+        corrections = self._costs.factors[regime], self._costs.skews[regime]
+        known = self._decode_rows.get(groups)
+        if known is None or known[0] != corrections:
+            others = self.load()
+            others.add_decodes(1, 0, groups)
+            probe = others.seconds_with
+            row_s = (probe(MANY_ROWS, 0) - probe(FEW_ROWS, 0)) / (MANY_ROWS - FEW_ROWS)
+            known = corrections, row_s, probe(middle + STEP_ROWS, 0)
+            self._decode_rows[groups] = known
+        load = BatchLoad(self._costs)
         load.add_decodes(1 + STEP_ROWS, STEP_ROWS * keys, groups)
-        probe, middle = others.seconds_with, (FEW_ROWS + MANY_ROWS) // 2
-        row_s = (probe(MANY_ROWS, 0) - probe(FEW_ROWS, 0)) / (MANY_ROWS - FEW_ROWS)
-        more_s = load.seconds_with(middle, 0) - probe(middle + STEP_ROWS, 0)
-        return row_s + more_s / STEP_ROWS
+        more_s = load.seconds_with(middle, 0) - known[2]
+        return known[1] + more_s / STEP_ROWS
 
     def prefill_corrections(self) -> tuple[float, ...]:
         """Return the corrections of prefills' whole time and of their attention.

@@ -10,6 +10,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -141,7 +142,9 @@ def test_flags_are_counted_as_rows_come_and_go(rows: list[Row], seed: int) -> No
     waiting, _ = queued([])
     dice, there = random.Random(seed), []
     for number, row in enumerate(rows):
-        sequence = Sequence(number, request(f"r{number}", 8, row.arrival_s), ())
+        of_tenant = request(f"r{number}", 8, row.arrival_s)
+        beyond = msgspec.structs.replace(of_tenant, beyond_share=dice.random() < 0.8)
+        sequence = Sequence(number, beyond, ())
         sequence.key = (row.due_s, row.arrival_s, sequence.id)
         sequence.kept, sequence.promised = row.rank > 0, row.rank == 2
         waiting.add(sequence, [row.work_s] * LEVELS, row.need)
@@ -159,6 +162,9 @@ def test_flags_are_counted_as_rows_come_and_go(rows: list[Row], seed: int) -> No
         assert counts == (waiting.kept.sum(), waiting.promised.sum(), waiting.ready.sum())
         needs = (waiting.promised & (waiting.need > 0.0)).any()
         assert waiting.rows.promise_needs_pages() == needs
+        assert waiting.relegated == any(
+            not sequence.kept and not sequence.request.beyond_share for sequence in there
+        )
 
 
 @given(ROWS, EIGHTHS)
@@ -361,7 +367,7 @@ def test_what_is_outside_the_rows_is_refused() -> None:
     waiting, _ = levelled(0, 3)
     rows, kernel = waiting.rows, waiting.rows.kernel
     for row in (-1, 3, 1 << 40):
-        for method in (kernel.remove, kernel.work, kernel.levels, kernel.tried, kernel.start):
+        for method in (kernel.remove, kernel.work, kernel.bare_work, kernel.tried, kernel.start):
             with pytest.raises(IndexError, match=f"row {row} of 3"):
                 method(row)
     assert rows.work_before_s(3) == pytest.approx(waiting.work_s.sum())
@@ -453,7 +459,7 @@ def added_after(waiting: WaitingQueue, decode: Decode, kept: bool) -> native.Add
     row, cost_s, length_s = decode.row, decode.cost_s, decode.length_s
     if row < 0:
         return native.COMES, -1, cost_s, length_s, 0.0, -math.inf
-    work_s, due_s = waiting.rows.levels(row)[0], float(waiting.due_s[row])
+    work_s, due_s = waiting.rows.bare_work_s(row), float(waiting.due_s[row])
     if not kept:
         return native.COMES, -1, cost_s, length_s, work_s / 0.1, -math.inf
     begin_s = min(work_s, max(due_s - NOW_S, BUDGET_S))

@@ -29,6 +29,7 @@ class GroupPages:
     __slots__ = (
         "_cached",
         "_free",
+        "_free_count",
         "_hash_of",
         "_held",
         "_page_of",
@@ -43,7 +44,9 @@ class GroupPages:
         self.total = total
         self.reserved = 0
         self.available = total
+        # The first `_free_count` are free; memory that grew and shrank would be copied.
         self._free = array("i", range(total - 1, -1, -1))
+        self._free_count = total
         self._held = 0
         self._shared: dict[int, int] = {}  # holders of a page that has more than one
         # The first to be evicted first; a dict would scan what was deleted at its front.
@@ -55,7 +58,7 @@ class GroupPages:
     @property
     def unused(self) -> int:
         """Pages that no sequence references."""
-        return len(self._free) + len(self._cached)
+        return self._free_count + len(self._cached)
 
     @property
     def cached(self) -> int:
@@ -67,8 +70,9 @@ class GroupPages:
 
         Raises IndexError if every page is held: callers check `unused` first.
         """
-        if self._free:
-            page = self._free.pop()
+        if self._free_count:
+            self._free_count -= 1
+            page = self._free[self._free_count]
         elif self._cached:
             page = next(iter(self._cached))
             del self._cached[page]
@@ -81,16 +85,17 @@ class GroupPages:
 
     def take_many(self, count: int, reserved: int = 0) -> list[int]:
         """Take `count` pages for one holder; `reserved` of them were reserved."""
-        free = self._free
         if reserved:
             self.reserve(-reserved)
-        if count > len(free):
+        left = self._free_count - count
+        if left < 0:
             return [self.take() for _ in range(count)]
         if count == 1:
-            pages = [free.pop()]
+            pages = [self._free[left]]
         else:
-            pages = free[-1 : -count - 1 : -1].tolist()
-            del free[len(free) - count :]
+            pages = self._free[left : left + count].tolist()
+            pages.reverse()
+        self._free_count = left
         self._held += count
         self.available -= count
         return pages
@@ -119,7 +124,7 @@ class GroupPages:
         if not shared and not hash_of and len(pages) <= self._held:
             self._held -= len(pages)
             self.available += len(pages)
-            self._free.extend(pages)
+            self._put_back(pages)
             return
         for page in pages:
             if page in shared:
@@ -134,7 +139,7 @@ class GroupPages:
             if page in hash_of:
                 cached[page] = None
             else:
-                self._free.append(page)
+                self._put_back([page])
 
     def cache(self, page: int, hash_: bytes) -> None:
         """Make a full page findable by hash; a second page of equal content is not cached."""
@@ -186,8 +191,9 @@ class GroupPages:
 
     def check(self) -> None:
         """Raise AssertionError if the accounting is inconsistent (tests call this)."""
-        free, cached, shared = set(self._free), set(self._cached), set(self._shared)
-        whole = len(free) == len(self._free) and not (free & cached or (free | cached) & shared)
+        stack = self._free[: self._free_count]
+        free, cached, shared = set(stack), set(self._cached), set(self._shared)
+        whole = len(free) == len(stack) and not (free & cached or (free | cached) & shared)
         if not whole or len(free) + len(cached) + self._held != self.total:
             raise AssertionError(
                 f"pages: {len(free)} free, {len(cached)} cached, {self._held} held"
@@ -200,6 +206,11 @@ class GroupPages:
             raise AssertionError(f"{self.available} pages available, {self.unused} unused")
         if not 0 <= self.reserved <= self.unused:
             raise AssertionError(f"{self.reserved} pages reserved, {self.unused} unused")
+
+    def _put_back(self, pages: list[int]) -> None:
+        count = self._free_count + len(pages)
+        self._free[self._free_count : count] = array("i", pages)
+        self._free_count = count
 
     def _forget(self, page: int) -> None:
         hash_ = self._hash_of.pop(page)

@@ -170,6 +170,6 @@ def _least_margins(
 
 def _bands(sums: dict[int, WorkSums]) -> tuple[tuple[float, float], ...]:
     """Return (up to, seconds) of prefill work by relative slack, without empty bands."""
-    totals = [sum(band) for band in zip(*(group.bands for group in sums.values()), strict=True)]
+    totals = [sum(band) for band in zip(*[group.bands for group in sums.values()], strict=True)]
     pairs = zip(BANDS, totals, strict=False)
     return tuple((upto, seconds) for upto, seconds in pairs if seconds > 0.0)

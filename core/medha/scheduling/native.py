@@ -201,10 +201,10 @@ class Rows:
         work_s: float = self.kernel.work(place)
         return work_s
 
-    def levels(self, place: int) -> list[float]:
-        """Return the seconds of the work of the row at `place`, by level of decodes."""
-        levels: list[float] = self.kernel.levels(place)
-        return levels
+    def bare_work_s(self, place: int) -> float:
+        """Return the work of the row at `place` with no decodes alongside it."""
+        bare_s: float = self.kernel.bare_work(place)
+        return bare_s
 
     # --- work alongside decodes -------------------------------------------------------------------
 
@@ -360,6 +360,11 @@ class Rows:
         """Return whether a promised row needs pages."""
         needs: bool = self.kernel.promise_needs()
         return needs
+
+    def has_relegated(self) -> bool:
+        """Return whether a row is neither kept nor beyond its tenant's share."""
+        relegated: bool = self.kernel.relegated()
+        return relegated
 
     def work_before_s(self, place: int) -> float:
         """Return the work of the rows before a place."""

@@ -250,6 +250,10 @@ class DecodeAccount:
             self._granted[sequence.number] = tpot_s
         sequence.grant_tpot(tpot_s)
 
+    def taking(self) -> list[int]:
+        """Return the sequences whose answers take, or will take, time from prefills, in order."""
+        return sorted({*self._counted, *self._granted})
+
     def taken(self, sequences: abc.Iterable[Sequence]) -> list[tuple[Sequence, float]]:
         """Return the part of the time that answers take from prefills, of all that run or will.
 
@@ -412,7 +416,10 @@ class DecodeAccount:
 
     def _fullest_s(self) -> float:
         """Return what the decodes that run take of a batch, in the fullest group."""
-        return max((decodes.total_s for decodes in self.decodes.values()), default=0.0)
+        fullest_s = 0.0
+        for decodes in self.decodes.values():
+            fullest_s = max(fullest_s, decodes.total_s)
+        return fullest_s
 
     def _slowest_s(self, group: int, more_s: dict[int, float]) -> float:
         """Return what decodes take in the slowest other group, with those to come outside `group`.
@@ -450,12 +457,13 @@ class DecodeAccount:
         relegated prompt only has its share of the time. Mean over the time from its first token on,
         because rows due later run then.
         """
-        groups = [of for of in (group, *sequence.assigned_groups) if of in self.waiting]
-        places = [(self.waiting[of].find(sequence), of) for of in groups]
-        row, of = next(((row, of) for row, of in places if row >= 0), (-1, group))
+        row, of = self.waiting[group].find(sequence), group
+        for other in sequence.assigned_groups:
+            if row < 0 and other in self.waiting:
+                row, of = self.waiting[other].find(sequence), other
         if row < 0 or not sequence.remaining_tokens:
             return COMES, -1, cost_s, length_s, 0.0, -math.inf
-        begin_s, due_s = self.waiting[of].rows.levels(row)[0], sequence.key[0]
+        begin_s, due_s = self.waiting[of].rows.bare_work_s(row), sequence.key[0]
         kept = kept or sequence.kept
         if kept:
             begin_s = min(begin_s, max(due_s - now, self.budget_s))
@@ -549,9 +557,14 @@ class DecodeAccount:
             return ((HORIZONS_S[-1], least),)
         due_s = [now + horizon_s for horizon_s in HORIZONS_S]
         by_group = [self._parts_until(group, due_s, spans, now) for group in self.waiting]
-        parts = [max(least, *of_groups) for of_groups in zip(*by_group, strict=True)]
-        either = map(max, parts, [least, *parts])  # of the two ends of each interval
-        return tuple(zip(HORIZONS_S, either, strict=True))
+        parts, before = list[tuple[float, float]](), least
+        for place, horizon_s in enumerate(HORIZONS_S):
+            part = least
+            for of_group in by_group:
+                part = max(part, of_group[place])
+            parts.append((horizon_s, max(before, part)))  # of the two ends of the interval
+            before = part
+        return tuple(parts)
 
     def part_until(self, group: int, due_s: float, now: float) -> float:
         """Return the part that a promise in one group reckons with, if it is due then."""

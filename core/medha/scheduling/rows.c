@@ -6,7 +6,7 @@
  *     work             medha_mean, medha_coming, medha_apply   after a batch
  *                      medha_try                               for a newcomer or a new decode
  *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding,
- *                      medha_promise_needs
+ *                      medha_promise_needs, medha_relegated
  *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
  *                      medha_order, medha_few                  with the policy `lars`
  *     several groups   medha_spans_fit, medha_spans_least, medha_spans_lower
@@ -545,6 +545,17 @@ static int medha_promise_needs(const struct rows *rows)
     struct walk walk = walk_over(rows->flags + PROMISED * rows->capacity, rows->count);
     for (int64_t i = next_row(&walk); i < rows->count; i = next_row(&walk))
         if (need[i] > 0.0)
+            return 1;
+    return 0;
+}
+
+/* Whether a row is neither kept nor beyond its tenant's share. */
+static int medha_relegated(const struct rows *rows)
+{
+    const uint8_t *kept = rows->flags + KEPT * rows->capacity;
+    const uint8_t *beyond = rows->flags + BEYOND * rows->capacity;
+    for (int64_t i = 0; i < rows->count; i++)
+        if (!kept[i] && !beyond[i])
             return 1;
     return 0;
 }
@@ -1277,11 +1288,11 @@ ROWS_METHOD(work)
     return PyFloat_FromDouble(self->rows.columns[WORK * self->rows.capacity + row]);
 }
 
-ROWS_METHOD(levels)
+ROWS_METHOD(bare_work)
 {
     int64_t row;
     TAKE("r", &row);
-    return list_of_numbers(slot_of(&self->rows, row) + LEVEL, LEVELS);
+    return PyFloat_FromDouble(slot_of(&self->rows, row)[LEVEL]);
 }
 
 /* Times that `alongside_until` takes at most. */
@@ -1452,6 +1463,12 @@ ROWS_METHOD(promise_needs)
     return PyBool_FromLong(medha_promise_needs(&self->rows));
 }
 
+ROWS_METHOD(relegated)
+{
+    TAKE("");
+    return PyBool_FromLong(medha_relegated(&self->rows));
+}
+
 ROWS_METHOD(work_before)
 {
     int64_t row;
@@ -1561,14 +1578,15 @@ ROWS_METHOD(few)
 static PyMethodDef rows_methods[] = {
     METHOD(rows, allot),           METHOD(rows, first_due),       METHOD(rows, insert),
     METHOD(rows, remove),          METHOD(rows, update),          METHOD(rows, set_flags),
-    METHOD(rows, start),           METHOD(rows, work),            METHOD(rows, levels),
+    METHOD(rows, start),           METHOD(rows, work),            METHOD(rows, bare_work),
     METHOD(rows, set_alongside),   METHOD(rows, alongside_until), METHOD(rows, try_decode),
     METHOD(rows, tried),           METHOD(rows, room),            METHOD(rows, least_margin),
     METHOD(rows, promises),        METHOD(rows, tight),           METHOD(rows, crowding),
     METHOD(rows, promise_needs),   METHOD(rows, work_before),     METHOD(rows, report),
     METHOD(rows, margins),         METHOD(rows, margin),          METHOD(rows, relegate),
     METHOD(rows, open),            METHOD(rows, fitting),         METHOD(rows, keep),
-    METHOD(rows, order),           METHOD(rows, few),             {NULL, NULL, 0, NULL},
+    METHOD(rows, order),           METHOD(rows, few),             METHOD(rows, relegated),
+    {NULL, NULL, 0, NULL},
 };
 
 #define ROWS_MEMBER(name, field, type) \

@@ -346,16 +346,21 @@ class Scheduler:
         """
         passed_s = min(now - self._charged_as_of_s, 1.25 * REFRESH_S)
         self._charged_as_of_s = now
-        place_s, coming = passed_s / self.settings.max_running, dict[str, float]()
-        for sequence, part in self._account.taken(self._state.sequences.values()):
+        place_s = passed_s / self.settings.max_running
+        charged, coming = dict[tuple[str, bool], float](), dict[str, float]()
+        sequences = self._state.sequences
+        running = [sequences[number] for number in self._account.taking()]
+        for sequence, part in self._account.taken(running):
             held_s = place_s if sequence.decoding else 0.0
             charge_s = sequence.hold(held_s, passed_s * part)
             tenant, short = sequence.request.tenant, is_short(sequence.total_work_s)
             if charge_s > 0.0:
-                self._promised_work.charge(tenant, charge_s, now, short=short)
+                charged[tenant, short] = charged.get((tenant, short), 0.0) + charge_s
             if short:
                 taken_s = sequence.taken_soon_s(part, SHORT_MEMORY_S)
                 coming[tenant] = coming.get(tenant, 0.0) + taken_s
+        for (tenant, short), charge_s in charged.items():
+            self._promised_work.charge(tenant, charge_s, now, short=short)
         self._promised_work.replace_coming(coming)
 
     def ahead(self, now: float) -> Ahead:

@@ -86,9 +86,7 @@ class WaitingQueue:
     @property
     def relegated(self) -> bool:
         """A prompt waits that time is set aside for: not kept, nor beyond its tenant's share."""
-        if self.rows.kept_count == len(self.sequences):
-            return False
-        return not (self.kept | self._flag(BEYOND)).all()
+        return self.rows.kept_count < len(self.sequences) and self.rows.has_relegated()
 
     @property
     def ready_count(self) -> int:
@@ -243,7 +241,7 @@ class WaitingQueue:
 
     def least_work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the sequence takes with no decodes alongside it."""
-        return self.rows.levels(self.row_of(sequence))[0]
+        return self.rows.bare_work_s(self.row_of(sequence))
 
     def _take_turn(self, arrival_s: float, id_: str) -> float:
         """Return a number between those of the arrivals before and after."""
