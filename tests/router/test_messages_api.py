@@ -210,6 +210,7 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
         ({"container": "c"}, "container"),
         ({"context_management": clearing("clear_thinking_20251015", 1)}, "context_management"),
         ({"context_management": clearing("clear_tool_uses_20250919")}, "context_management"),
+        ({"diagnostics": {"previous_message_id": "msg_1"}}, "diagnostics"),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed"),
         ({"n": 2}, "n"),
@@ -255,6 +256,13 @@ def test_a_context_that_stays_whole_may_be_asked_for(hermes: Any, edits: dict[st
     for path, more in (("", {"max_tokens": 10}), ("/count_tokens", {})):
         answer = hermes.http.post(f"/v1/messages{path}", json=body | more)
         assert answer.status_code == 200, answer.text
+
+
+def test_a_message_without_one_before_it_may_name_none(hermes: Any) -> None:
+    none_before = {"diagnostics": {"previous_message_id": None}}
+    body = {"model": "tiny", "messages": ask("x"), "max_tokens": 10, **none_before}
+    answer = hermes.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
 
 
 def test_null_is_the_default_of_every_field(hermes: Any) -> None:

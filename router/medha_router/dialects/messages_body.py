@@ -49,7 +49,7 @@ KEEPS_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ({}, {"edits": []}, KEEPS_THINKING),
-    "diagnostics": (),
+    "diagnostics": ({}, {"previous_message_id": None}),
     "inference_geo": (),
     "logprobs": (False,),
     "mcp_servers": ([],),
