@@ -7,8 +7,7 @@
 #
 # BASE holds Python 3.11 or later with `venv`, and Debian's libstdc++; nothing else is taken from it.
 # BUILDER holds the same Python in the same place, and a compiler of C, and of C++ for DEVICE=cuda: it
-# compiles what the worker's image has of C, the scheduler's part in core/ included; the other two
-# schedule nothing.
+# compiles what the worker's image has of C, and the modules that decide for worker and router.
 # A package index other than pip's own, and the certificate to trust it by, are build secrets:
 #   --secret id=pip_conf,src=/etc/pip.conf  --secret id=pip_cert,src=ca.pem
 # DEVICE=cuda installs what requirements/cuda.txt locks, FlashInfer with it, and compiles FlashInfer's
@@ -75,7 +74,10 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     /opt/tools/bin/pip --python /opt/medha/bin/python install --compile \
         --require-hashes --no-deps -r requirements/router.txt
 
-FROM code AS router-code
+FROM ${BUILDER} AS router-code
+WORKDIR /build
+COPY --from=code /opt/tools /opt/tools
+COPY --from=code /build /build
 COPY router router
 RUN /opt/tools/bin/pip install --no-index --no-deps --no-build-isolation --compile --target /code .
 

@@ -2,8 +2,8 @@
 
 The kernels are plain C and need a C compiler only: $CC, or the first of those below; that of the
 scheduler is an extension module. Each library lies next to its source. The deciding modules need
-mypyc and Python's headers, and run uncompiled without them. Images without the worker run no
-scheduler and have nothing to compile.
+mypyc and Python's headers, and run uncompiled without them. The router's image needs only these,
+the operator's nothing.
 
     python hatch_build.py       compiles all of it again, after a change
 """
@@ -25,6 +25,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WORKER = pathlib.Path("worker/medha_worker")
+ROUTER = pathlib.Path("router/medha_router")
 ROWS = pathlib.Path("core/medha/scheduling/rows.c")
 SOURCES = (
     WORKER / "attention/singles.c",
@@ -42,11 +43,15 @@ CONTRACT = "-ffp-contract=off"
 INLINED = "-fno-semantic-interposition"
 
 CORE, COMPILED = pathlib.Path("core"), pathlib.Path("core/medha/compiled")
-# Modules that take part in a decision or complete a batch. (`interface` holds msgspec structs.)
+# Modules that take part in a decision of a scheduler or of admission, or complete a batch.
+# (`interface` and `offers` hold msgspec structs.)
 MODULES = (
     "medha.corrections",
     "medha.predictor",
     "medha.prefill_times",
+    "medha.fleet.margins",
+    "medha.fleet.placement",
+    "medha.fleet.replica_estimate",
     *(
         f"medha.scheduling.{name}"
         for name in (
@@ -88,10 +93,12 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
     """hatchling's hook."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if not pathlib.Path(self.root, WORKER).exists():
+        root = pathlib.Path(self.root)
+        if not any((root / part).exists() for part in (WORKER, ROUTER)):
             return
-        build_data["artifacts"] += compile_kernels(pathlib.Path(self.root))
-        if compile_modules(pathlib.Path(self.root)):
+        if (root / WORKER).exists():
+            build_data["artifacts"] += compile_kernels(root)
+        if compile_modules(root):
             build_data["artifacts"].append(f"{COMPILED.as_posix()}/*")
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
@@ -128,7 +135,7 @@ def compile_modules(root: pathlib.Path) -> bool:
     headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
     if lacking or not headers.exists():
         missing = ", ".join(lacking) or headers
-        sys.stderr.write(f"the scheduler is not compiled, and slower: {missing} is missing\n")
+        sys.stderr.write(f"medha is not compiled, and slower: {missing} is missing\n")
         return False
     door = _door(root)
     sources = {name: f"{name.replace('.', '/')}.py" for name in MODULES}
@@ -148,7 +155,7 @@ def compile_modules(root: pathlib.Path) -> bool:
         )
         if done.returncode:
             output = done.stdout[-4000:]
-            sys.stderr.write(f"the scheduler is not compiled, and slower:\n{output}\n")
+            sys.stderr.write(f"medha is not compiled, and slower:\n{output}\n")
             return False
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         built = {name: copy / f"{name.replace('.', '/')}{suffix}" for name in MODULES}

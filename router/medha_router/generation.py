@@ -68,6 +68,7 @@ class Generation:
         self.waiting_since_s = request.arrival_s
         self.cached_tokens = 0
         self.thinking: ThinkingCount | None = None  # of its tokens
+        self.thinking_begins: Thinking | None = None  # once it is known
         self.prompt_logprobs: list[Logprob] = []
         self.moves = 0
         self.deaths = 0
@@ -235,8 +236,11 @@ class ClientRequest:
         if self.params.thinks:
             return "continued"
         generation = self.generations[index]
-        tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
-        return thinking_after(map(generation.output.vocabulary.bytes_of, reversed(tail)))
+        if generation.thinking_begins is None:
+            tail = from_bytes(generation.prompt.tokens[-4 * TAIL_TOKENS :]).tolist()
+            pieces = map(generation.output.vocabulary.bytes_of, reversed(tail))
+            generation.thinking_begins = thinking_after(pieces)
+        return generation.thinking_begins
 
     def push(self, index: int, delta: Delta) -> None:
         """Add a delta of one generation.

@@ -132,6 +132,14 @@ TOKENIZE_UNSUPPORTED: dict[str, tuple[object, ...]] = {
         )
     },
 }
+GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 DEFAULTED = GenerationDefaults.__struct_fields__
 MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
 MAX_TEMPLATE_VALUES_BYTES = 16 << 10
@@ -655,6 +663,8 @@ def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
 
     An output that must call tools has no answer, so that no `response_format` holds for it.
     """
+    if tools is None and all(getattr(body, name) is msgspec.UNSET for name in GRAMMAR_FIELDS):
+        return None
     answer = sources.of_response_format(body.response_format)
     grammar = sources.only(
         answer if tools is None or tools.grammar is None else None,

@@ -181,7 +181,8 @@ class Service:
         """
         arrival_s, owner = self._clock(), client.owner
         model, adapter = await self._known(params.model, owner)
-        params = msgspec.structs.replace(params, model=params.model or model.name)
+        if not params.model:
+            params = msgspec.structs.replace(params, model=model.name)
         slo_class = model.slo_class(slo)
         if client.weight != 1.0:
             slo_class = msgspec.structs.replace(slo_class, weight=slo_class.weight * client.weight)
@@ -362,11 +363,14 @@ class Service:
             self._config.split_thinking and params.chat and params.grammar is None
         )
         stop_tokens = self._stop_tokens(params, version)
+        seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         settings = msgspec.structs.replace(
-            self._with_defaults(params, version), stop_tokens=stop_tokens, grammar=grammar
+            self._with_defaults(params, version),
+            stop_tokens=stop_tokens,
+            grammar=grammar,
+            seed=seed & MAX_INT64,
         )
         settings = _without_bad_words(settings, client_request, version)
-        seed = params.sampling.seed if params.seeded else self._draw_bits(63)
         salt = self._salt(params.model, _cache_owner(client_request))
         _check_size(params, prompts)
         for position, prompt in enumerate(prompts):
@@ -379,8 +383,11 @@ class Service:
             if slo.tpot_s is None and request.tpot_s < attainable_s:
                 request = msgspec.structs.replace(request, tpot_s=attainable_s)
             for index in range(position * params.n, (position + 1) * params.n):
-                sampling = msgspec.structs.replace(settings, seed=(seed + index) & MAX_INT64)
-                own_request = msgspec.structs.replace(request, id=f"{client_request.id}.{index}")
+                sampling, own_request = settings, request
+                if index:  # else they have its seed and id
+                    sampling = msgspec.structs.replace(settings, seed=(seed + index) & MAX_INT64)
+                    own_id = f"{client_request.id}.{index}"
+                    own_request = msgspec.structs.replace(request, id=own_id)
                 client_request.generations.append(
                     Generation(
                         client_request=client_request,
@@ -425,6 +432,7 @@ class Service:
         generation.output = _output_stream(client_request, version, stop_tokens, prompt)
         generation.tool_calls = tool_calls
         generation.prompt, generation.version = prompt, version.key
+        generation.thinking_begins = None
         generation.least_tpot_s = least_tpot_s
 
     async def _checked_grammar(
@@ -471,13 +479,14 @@ class Service:
         max_output_tokens: int,
         slo: SloOverride,
     ) -> Request:
-        """Make the request: deadline and targets from its headers, else from its class."""
+        """Make the request of the first output: deadline and targets from its headers, else from
+        its class."""
         slo_class = client_request.slo_class
         work_s = model.dispatcher.idle_work_s(
             prompt.length, prompt.hashes, version.key, slo_class.slo.tpot_s
         )
         return Request(
-            id=client_request.id,
+            id=f"{client_request.id}.0",
             arrival_s=client_request.arrival_s,
             prompt_tokens=prompt.length,
             max_output_tokens=max_output_tokens,
@@ -608,6 +617,8 @@ def _without_bad_words(
     """Return sampling that forbids bad words, those of one token by a bias; raises RequestError if
     no allowed token is left."""
     params, stop_tokens = client_request.params, sampling.stop_tokens
+    if not params.bad_words and not params.sampling.logit_bias:
+        return sampling
     if params.bad_words and version.key not in client_request.bad_words:
         client_request.bad_words[version.key] = _encoded_words(params.bad_words, version)
     words = client_request.bad_words.get(version.key, ())

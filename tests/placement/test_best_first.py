@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from medha.fleet import placement
-from medha.fleet.offers import Outline, PendingRequest, PlacementOption
+from medha.fleet.offers import PendingRequest, PlacementOption
 from medha.fleet.placement import assess, best_first, place
 from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.messages import Load
@@ -23,19 +22,12 @@ from medha.topology import Topology
 def completed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the replicas whose offers were completed, in that order."""
     names: list[str] = []
-    real = placement.complete
 
-    def complete(
-        estimate: ReplicaEstimate,
-        request: PendingRequest,
-        outlined: Outline,
-        now: float,
-        inflation: float,
-    ) -> PlacementOption:
-        names.append(estimate.name)
-        return real(estimate, request, outlined, now, inflation)
+    class Noted(PlacementOption, frozen=True, kw_only=True):
+        def __post_init__(self) -> None:
+            names.append(self.replica)
 
-    monkeypatch.setattr("medha.fleet.placement.complete", complete)
+    monkeypatch.setattr("medha.fleet.placement.PlacementOption", Noted)
     return names
 
 

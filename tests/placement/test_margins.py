@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.fleet.margins import AnswerTime, Margins
+from medha.fleet.margins import Margins
+from medha.fleet.offers import AnswerTime
 
 JOBS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), max_size=8)
 

@@ -16,31 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import msgspec
-
-
-class AnswerTime(msgspec.Struct, frozen=True):
-    """Time that an answer takes from prefills, from `first_s` for `lasts_s`.
-
-    Meanwhile they take longer by `part` of their time. `first_s` is the earliest first token, on
-    the caller's clock.
-    """
-
-    part: float = 0.0
-    first_s: float = 0.0
-    lasts_s: float = 0.0
-
-    def delay_s(self, done_s: float) -> float:
-        """Return by how much a prefill that is done at `done_s` ends later."""
-        return self.part * max(0.0, min(self.longest_s, done_s - self.first_s))
-
-    @property
-    def longest_s(self) -> float:
-        """Seconds of prefills that the answer can run alongside."""
-        return self.lasts_s / (1.0 + self.part)
-
-
-NO_ANSWER = AnswerTime()
+from medha.fleet.offers import NO_ANSWER, AnswerTime
 
 
 class Margins:

@@ -9,8 +9,6 @@ import math
 
 import msgspec
 
-from medha.fleet.margins import NO_ANSWER, AnswerTime
-
 ALL_GROUPS = -1
 """The group of an offer that counts in the margins of all groups."""
 
@@ -32,6 +30,30 @@ class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
     slo_class: str = "default"
     tenant: str = ""
     beyond_share: bool = False
+
+
+class AnswerTime(msgspec.Struct, frozen=True):
+    """Time that an answer takes from prefills, from `first_s` for `lasts_s`.
+
+    Meanwhile they take longer by `part` of their time. `first_s` is the earliest first token, on
+    the caller's clock.
+    """
+
+    part: float = 0.0
+    first_s: float = 0.0
+    lasts_s: float = 0.0
+
+    def delay_s(self, done_s: float) -> float:
+        """Return by how much a prefill that is done at `done_s` ends later."""
+        return self.part * max(0.0, min(self.longest_s, done_s - self.first_s))
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of prefills that the answer can run alongside."""
+        return self.lasts_s / (1.0 + self.part)
+
+
+NO_ANSWER = AnswerTime()
 
 
 class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +120,26 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Held(msgspec.Struct, frozen=True):
+    """A placed request that no Load counts yet: work in seconds, pages of its whole length.
+
+    `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
+    batch. `answer`, `elsewhere`, `group`: as in PlacementOption.
+    """
+
+    due_s: float
+    work_s: float
+    pages: int
+    promised: bool
+    tenant: str = ""
+    charge_s: float = 0.0
+    decode_s: float = 0.0
+    beyond_share: bool = False
+    group: int = ALL_GROUPS
+    answer: AnswerTime = NO_ANSWER
+    elsewhere: float = 0.0
+
+
 class Cost(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a prefill alongside decodes.
 
@@ -118,8 +160,8 @@ class Outline(msgspec.Struct, frozen=True):
 
     It takes a quarter of the time of the offer. `may_fit`: False if the promise certainly cannot be
     kept. `part` of the decode capacity runs alongside the prompt. `answer`: what its decode takes
-    of a batch, and the answer from prefills; None until that is needed. `free_pages`: the offer may
-    count fewer, of one group.
+    of a batch, and the answer from prefills; `rooms`: work that fits with it, for each list of
+    margins; None until that is needed. `free_pages`: the offer may count fewer, of one group.
     """
 
     cached_tokens: int
@@ -128,6 +170,7 @@ class Outline(msgspec.Struct, frozen=True):
     part: float
     cost: Cost
     answer: tuple[float, AnswerTime] | None
+    rooms: list[float] | None
     may_fit: bool
     pages: int
     free_pages: int

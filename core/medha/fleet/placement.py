@@ -16,8 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from medha.fleet.margins import NO_ANSWER, AnswerTime
-from medha.fleet.offers import ALL_GROUPS, Cost, Outline, PendingRequest, PlacementOption, Rank
+from medha.fleet.offers import (
+    ALL_GROUPS,
+    NO_ANSWER,
+    AnswerTime,
+    Cost,
+    Outline,
+    PendingRequest,
+    PlacementOption,
+    Rank,
+)
 from medha.fleet.replica_estimate import ReplicaEstimate, groups_needed
 from medha.tenants import SHORT_MEMORY_S
 
@@ -56,13 +64,20 @@ def best_first(
 ) -> Iterator[PlacementOption]:
     """Yield the offers of all replicas that could ever hold the request, by rank.
 
-    Of each replica a least rank is computed first, then an outline, its answer, then the offer,
-    while no other can be better: mostly one offer only. No estimate may change meanwhile.
+    Of several replicas, a least rank is computed first, then an outline, its answer, then the
+    offer, while no other can be better: mostly one offer only. No estimate may change meanwhile.
     """
-    heap: list[tuple[Rank, ReplicaEstimate, Outline | PlacementOption | None]] = [
-        (least_rank(estimate, request, now, cached.get(estimate.name, 0)), estimate, None)
+    able = [
+        estimate
         for estimate in estimates
         if estimate.known and not estimate.closed and estimate.can_ever(request)
+    ]
+    if len(able) == 1:
+        yield assess(able[0], request, now, cached.get(able[0].name, 0), inflation)
+        return
+    heap: list[tuple[Rank, ReplicaEstimate, Outline | PlacementOption | None]] = [
+        (least_rank(estimate, request, now, cached.get(estimate.name, 0)), estimate, None)
+        for estimate in able
     ]
     heapq.heapify(heap)
     while heap:
@@ -147,15 +162,13 @@ def outline(
     if not cached:  # else pages and work may be others
         in_time = request.due_s - now - cost.own_s >= cost.cost_s
         may_fit = may_fit and in_time and pages <= free
-        if may_fit:  # without the answer, which only takes room
-            rooms = _rooms(estimate, request, cost, NO_ANSWER, now)
-            may_fit = max(rooms) >= cost.cost_s - ROUNDING_S
     return Outline(
         cached,
         tokens,
         groups,
         part,
         cost,
+        None,
         None,
         may_fit,
         pages,
@@ -170,14 +183,13 @@ def with_answer(
     estimate: ReplicaEstimate, request: PendingRequest, outlined: Outline, now: float
 ) -> Outline:
     """Compute whether the promise may fit with its answer, in a quarter of the offer's time."""
-    cost, may_fit = outlined.cost, outlined.may_fit
-    answers = _answer(estimate, request, outlined.part, now + cost.work_s)
+    cost, may_fit, rooms = outlined.cost, outlined.may_fit, None
+    own_s, answer = _answer(estimate, request, outlined.part, now + cost.work_s)
     if not outlined.cached_tokens:
-        own_s, answer = answers
         rooms = _rooms(estimate, request, cost, answer, now)
         _, decode_fits = _decode(estimate, own_s, cost.is_long)
         may_fit = may_fit and decode_fits and max(rooms) >= cost.cost_s
-    return msgspec.structs.replace(outlined, answer=answers, may_fit=may_fit)
+    return msgspec.structs.replace(outlined, answer=(own_s, answer), rooms=rooms, may_fit=may_fit)
 
 
 def complete(
@@ -194,14 +206,15 @@ def complete(
     cached, part, cost = outlined.cached_tokens, outlined.part, outlined.cost
     own_s, answer = outlined.answer or _answer(estimate, request, part, now + cost.work_s)
     decode_s, decode_fits = _decode(estimate, own_s, cost.is_long)
-    room_s = min(_rooms(estimate, request, cost, answer, now))
+    rooms = outlined.rooms or _rooms(estimate, request, cost, answer, now)
+    room_s = min(rooms)
     needed, group = cost, ALL_GROUPS
     pages, free = outlined.pages, outlined.free_pages
     if len(estimate.margins) > 1 and outlined.groups == 1:
         # Routers do not know where cached pages are: in any group, or computed in the roomiest.
         alone = _cost(estimate, request, 0, part, inflation, now) if cached else cost
         if not cached or room_s < cost.cost_s:
-            rooms = _rooms(estimate, request, alone, answer, now)
+            rooms = _rooms(estimate, request, alone, answer, now) if cached else rooms
             held = [estimate.free_in(index) for index in range(len(rooms))]
             roomy = [index for index, left in enumerate(held) if left >= pages]
             group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
@@ -296,14 +309,16 @@ def _rooms(
     estimate: ReplicaEstimate, request: PendingRequest, cost: Cost, answer: AnswerTime, now: float
 ) -> list[float]:
     """Return the seconds of work that fit with all promises, for each list of margins."""
-    answers = _alongside(estimate, cost, answer, now)
-    return [
-        min(
-            margins.room_s(request.due_s, cost.own_s, now, cost.cost_s, alongside, cost.others)
-            for alongside in answers
-        )
-        for margins in estimate.margins
-    ]
+    rooms: list[float] = []
+    for margins in estimate.margins:
+        room_s = math.inf
+        for alongside in _alongside(estimate, cost, answer, now):
+            left_s = margins.room_s(
+                request.due_s, cost.own_s, now, cost.cost_s, alongside, cost.others
+            )
+            room_s = min(room_s, left_s)
+        rooms.append(room_s)
+    return rooms
 
 
 def _alongside(

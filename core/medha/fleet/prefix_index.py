@@ -40,6 +40,10 @@ class PageNames(Sequence[bytes]):
     def __init__(self, joined: bytes) -> None:
         self._joined = joined
 
+    @property
+    def joined(self) -> bytes:
+        return self._joined
+
     def __len__(self) -> int:
         return len(self._joined) // HASH_BYTES
 
@@ -117,6 +121,8 @@ class PrefixIndex:
         # What was matched before of long prompts, by the name of the last page.
         self._matched: dict[bytes, tuple[int, dict[str, int]]] = {}
         self._applied = 0
+        # The prompt matched last: to admit it takes two calls, mostly with nothing in between.
+        self._last: tuple[bytes, dict[str, int]] | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._shards)) if self._live else 0
@@ -139,6 +145,7 @@ class PrefixIndex:
         elif events.number <= number:
             return True
         bit = self._bit(replica)
+        self._last = None
         self._numbers[replica] = events.number
         self._applied += 1
         live, shards, mask, most = self._live, self._shards, self._mask, self._most
@@ -162,6 +169,7 @@ class PrefixIndex:
     def forget(self, replica: str) -> None:
         """Forget the pages of a replica."""
         bit = self._bits.pop(replica, 0)
+        self._last = None
         self._numbers.pop(replica, None)
         self._live &= ~bit
         self._stale |= bit
@@ -190,10 +198,14 @@ class PrefixIndex:
             for _ in self.matching(names):
                 pass
             return dict(self._matched[names[-1]][1])
+        joined = names.joined if isinstance(names, PageNames) else b"".join(names)
+        if self._last is not None and self._last[0] == joined:
+            return dict(self._last[1])
         pages_by_replica: dict[str, int] = {}
         for _ in self._walk(names, pages_by_replica):
             pass
-        return pages_by_replica
+        self._last = joined, pages_by_replica
+        return dict(pages_by_replica)
 
     def matching(self, names: Sequence[bytes]) -> Iterator[None]:
         """Match a long prompt in steps of about a millisecond, so that `match` then takes none."""

@@ -11,11 +11,15 @@ import math
 import operator
 from collections.abc import Iterator
 
-import msgspec
-
 from medha.config import Scheduling
-from medha.fleet.margins import NO_ANSWER, AnswerTime, Margins
-from medha.fleet.offers import ALL_GROUPS, PendingRequest, PlacementOption
+from medha.fleet.margins import Margins
+from medha.fleet.offers import (
+    ALL_GROUPS,
+    NO_ANSWER,
+    Held,
+    PendingRequest,
+    PlacementOption,
+)
 from medha.messages import Load
 from medha.predictor import Predictor
 from medha.prefill_times import PrefillTimes, decode_capacity_s, slowed
@@ -26,26 +30,6 @@ MAX_FACTORS = 256
 """Pairs of budgets for which the slowing of prefills is remembered."""
 MAX_TIMES = 8
 """Budgets for which a replica's times of prefills are remembered."""
-
-
-class Held(msgspec.Struct, frozen=True):
-    """A placed request that no Load counts yet: work in seconds, pages of its whole length.
-
-    `charge_s`: what the Load will count for its tenant; `decode_s`: what its decode takes of a
-    batch. `answer`, `elsewhere`, `group`: as in PlacementOption.
-    """
-
-    due_s: float
-    work_s: float
-    pages: int
-    promised: bool
-    tenant: str = ""
-    charge_s: float = 0.0
-    decode_s: float = 0.0
-    beyond_share: bool = False
-    group: int = ALL_GROUPS
-    answer: AnswerTime = NO_ANSWER
-    elsewhere: float = 0.0
 
 
 def is_usable(load: Load) -> bool:

@@ -65,7 +65,16 @@ class Vocabulary:
         self.bytewise = True
         self._byte_level = self._read_decoder(description.get("decoder"))
         self._known: dict[int, bytes] = {}
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
         self.size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def hidden(self, shown: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens but those whose text is in `shown`, one of few choices."""
+        hidden = self._hidden.get(shown)
+        if hidden is None:
+            hidden = self.special - {self.tokenizer.token_to_id(text) for text in shown}
+            self._hidden[shown] = hidden
+        return hidden
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that `token` prints; an id outside the vocabulary prints nothing."""
@@ -127,12 +136,14 @@ class Detokenizer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, continues: bool = True, shown: Sequence[str] | None = ()
+        self,
+        vocabulary: Vocabulary,
+        *,
+        continues: bool = True,
+        shown: tuple[str, ...] | None = (),
     ) -> None:
         self._vocabulary = vocabulary
-        self._hidden = vocabulary.special if shown is not None else frozenset()
-        if shown:
-            self._hidden -= {vocabulary.tokenizer.token_to_id(text) for text in shown}
+        self._hidden = vocabulary.hidden(shown) if shown is not None else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = vocabulary.strips_first_space and not continues
         self._stream = None if vocabulary.bytewise else _LibraryStream(vocabulary.tokenizer)
@@ -311,7 +322,7 @@ class OutputStream:
         vocabulary: Vocabulary,
         stops: Sequence[str] = (),
         stop_tokens: frozenset[int] = frozenset(),
-        shown: Sequence[str] | None = (),
+        shown: tuple[str, ...] | None = (),
         *,
         shows_stop: bool = False,
         offset: int = 0,
