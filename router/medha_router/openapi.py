@@ -258,7 +258,6 @@ ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
     | _of_others(MessagesBody, messages_body.INSTEAD),
     CountTokensBody: {name: messages_body.UNSUPPORTED[name] for name in messages_body.COUNTED},
     responses_body.ResponseStreamOptions: {"include_obfuscation": (False,)},
-    responses_body.FunctionTool: responses_body.UNSUPPORTED_OF_TOOLS,
     messages_body.CustomTool: messages_body.UNSUPPORTED_OF_TOOLS | {"type": ("custom",)},
     StructuredOutputs: {
         "disable_any_whitespace": (False,),
@@ -268,7 +267,6 @@ ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
 """The values of a field besides null; all others are refused."""
 _TOOL_NAME = {"type": "string", "pattern": TOOL_NAME}
 DEMANDED: dict[type[msgspec.Struct], dict[str, dict[str, Any]]] = {
-    responses_body.FunctionTool: {"type": {"const": "function"}, "name": _TOOL_NAME},
     responses_body.NamedFunction: {"type": {"const": "function"}, "name": _TOOL_NAME},
     messages_body.CustomTool: {"name": _TOOL_NAME, "input_schema": {"type": "object"}},
 }

@@ -85,21 +85,17 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "prediction": (),
     "priority": (0,),
     "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
-    "service_tier": ("auto", "default", "standard_only"),
     "spaces_between_special_tokens": (True, False),
-    "store": (False,),
     "stream_interval": (1,),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
@@ -171,21 +167,17 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     media_io_kwargs: RawJson = msgspec.UNSET
     mm_processor_kwargs: RawJson = msgspec.UNSET
     modalities: RawJson = msgspec.UNSET
-    prediction: RawJson = msgspec.UNSET
     priority: RawJson = msgspec.UNSET
     prompt_embeds: RawJson = msgspec.UNSET
     repetition_detection: RawJson = msgspec.UNSET
     return_prompt_text: RawJson = msgspec.UNSET
     return_token_offsets: RawJson = msgspec.UNSET
     routed_experts_prompt_start: RawJson = msgspec.UNSET
-    service_tier: RawJson = msgspec.UNSET
     spaces_between_special_tokens: RawJson = msgspec.UNSET
-    store: RawJson = msgspec.UNSET
     stream_interval: RawJson = msgspec.UNSET
     suffix: RawJson = msgspec.UNSET
     thinking_token_budget: RawJson = msgspec.UNSET
     use_beam_search: RawJson = msgspec.UNSET
-    verbosity: RawJson = msgspec.UNSET
     vllm_xargs: RawJson = msgspec.UNSET
     watermarking: RawJson = msgspec.UNSET
     web_search_options: RawJson = msgspec.UNSET

@@ -356,7 +356,7 @@ def test_a_compressed_body_is_refused_by_its_coding(served: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("store", 0), ("priority", False), ("length_penalty", True)],
+    [("watermarking", 0), ("priority", False), ("length_penalty", True)],
 )
 def test_a_number_is_no_default_of_a_boolean_nor_a_boolean_of_a_number(
     field: str, value: object

@@ -258,17 +258,33 @@ def test_fields_of_other_apis_are_refused(
 
 
 def test_a_refusal_names_the_value_and_those_that_are_accepted() -> None:
-    body = {"model": "tiny", "messages": [], "service_tier": "flex"}
+    body = {"model": "tiny", "messages": [], "guided_decoding_backend": "outlines"}
     with pytest.raises(RequestError) as refused:
         read_chat(json.dumps(body).encode())
     assert str(refused.value) == (
-        'service_tier is "flex", which is not supported by this server; leave it out, or give '
-        '"auto" or "default" or "standard_only"'
+        'guided_decoding_backend is "outlines", which is not supported by this server; leave it '
+        'out, or give "auto" or "guidance"'
     )
     with pytest.raises(RequestError, match=r"best_of is 3, which is not supported"):
         read_completion(b'{"prompt": "a", "best_of": 3}')
     with pytest.raises(RequestError, match=r"suffix is \"x{59}…, which"):
         read_completion(b'{"prompt": "a", "suffix": "' + b"x" * 5000 + b'"}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": True, "metadata": {"a": "b"}},
+        {"service_tier": "flex"},
+        {"verbosity": "low"},
+        {"prediction": {"type": "content", "content": "abcdef"}},
+    ],
+    ids=str,
+)
+def test_hints_for_other_servers_are_ignored(served: Running, fields: dict[str, Any]) -> None:
+    for ask in (chat, completion):
+        choice = ask(served, **fields)["choices"][0]
+        assert choice.get("text") == "abcdef" or choice["message"]["content"] == "abcdef"
 
 
 @pytest.mark.parametrize(

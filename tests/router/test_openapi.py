@@ -63,7 +63,7 @@ def test_the_document_describes_every_route_and_body(served: Any) -> None:
 def test_the_document_names_what_is_refused_and_what_is_sent(served: Any) -> None:
     document = served.http.get("/openapi.json").json()
     schemas, paths = document["components"]["schemas"], document["paths"]
-    assert schemas["ChatBody"]["properties"]["store"] == {"enum": [None, False]}
+    assert schemas["ChatBody"]["properties"]["watermarking"] == {"enum": [None, False]}
     assert schemas["ResponsesBody"]["properties"]["n"] == {"enum": [None, 1]}
     assert schemas["MessagesBody"]["properties"]["response_format"] == {"enum": [None]}
     assert schemas["CustomTool"]["required"] == ["name", "input_schema"]

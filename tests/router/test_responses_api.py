@@ -140,6 +140,81 @@ def test_a_call_goes_round(hermes: Any) -> None:
     assert f"assistant: {CALL}" in hermes.prompt() and "tool: say 21 degrees" in hermes.prompt()
 
 
+def test_a_function_in_a_namespace_goes_round(hermes: Any) -> None:
+    """As Codex offers the tools of its MCP servers."""
+    space = {"type": "namespace", "name": "maps", "description": "Maps", "tools": [WEATHER]}
+    named = CALL.replace("get_weather", "maps__get_weather")
+    request: dict[str, Any] = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": f"say {named}"}],
+        "tools": [space, {"type": "web_search", "external_web_access": False}],
+    }
+    response = validated(hermes.client.responses.create(**request))
+    (call,) = json.loads(response.to_json())["output"]
+    assert (call["namespace"], call["name"]) == ("maps", "get_weather")
+    assert [tool.type for tool in response.tools] == ["namespace"]
+    assert '"maps__get_weather"' in hermes.prompt() and "web_search" not in hermes.prompt()
+    events = list(hermes.client.responses.create(**request, stream=True))
+    (done,) = (event for event in events if event.type == "response.output_item.done")
+    assert (done.item.namespace, done.item.name) == ("maps", "get_weather")
+    (done,) = (event for event in events if event.type.endswith("arguments.done"))
+    assert done.name == "get_weather"
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "say 21"}
+    request["input"] += [call, result]
+    assert hermes.client.responses.create(**request).output_text == "21"
+    assert f"assistant: {named}" in hermes.prompt()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": True},
+        {"service_tier": "flex"},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"effort": "low", "summary": "detailed"}},
+        {"max_tool_calls": 3},
+        {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
+        {"tools": [{"type": "web_search"}, {"type": "mcp", "server_label": "a"}]},
+        {"tools": [{**WEATHER, "defer_loading": True, "output_schema": {"type": "object"}}]},
+    ],
+    ids=str,
+)
+def test_wishes_that_no_text_model_can_fulfil_change_nothing(
+    hermes: Any, fields: dict[str, Any]
+) -> None:
+    response = validated(hermes.client.responses.create(model="tiny", input="say a", **fields))
+    assert response.output_text == "a" and response.to_dict()["store"] is False
+
+
+def test_log_probabilities_stand_in_the_parts_of_a_text(hermes: Any) -> None:
+    request: dict[str, Any] = {
+        "model": "tiny",
+        "input": f"say hé! {CALL}",
+        "tools": [WEATHER],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    response = validated(hermes.client.responses.create(**request))
+    shown = json.loads(response.to_json())["output"][0]["content"][0]["logprobs"]
+    assert bytes(byte for entry in shown for byte in entry["bytes"]).startswith("hé!".encode())
+    assert all(len(entry["top_logprobs"]) == 2 for entry in shown)
+    events = list(hermes.client.responses.create(**request, stream=True))
+    parts = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    streamed = [entry.logprob for part in parts for entry in part.logprobs]
+    assert streamed == [entry.logprob for entry in done.logprobs] and len(streamed) == len(shown)
+    plain = hermes.client.responses.create(model="tiny", input="say a", top_logprobs=2)
+    assert "logprobs" not in plain.output[0].content[0].to_dict()
+
+
+def test_a_conversation_beyond_the_context_is_cut_if_its_client_says_so(served: Any) -> None:
+    request: dict[str, Any] = {"model": "tiny", "input": "a" * 5000 + "say b"}
+    with pytest.raises(openai.BadRequestError):
+        served.client.responses.create(**request, max_output_tokens=8)
+    response = served.client.responses.create(**request, max_output_tokens=8, truncation="auto")
+    assert response.output_text == "b" and response.truncation == "auto"
+
+
 def test_a_named_tool_gets_its_arguments(hermes: Any) -> None:
     response = validated(
         hermes.client.responses.create(
@@ -166,15 +241,14 @@ def test_a_format_is_the_grammar_of_the_output(served: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"include": ["everything"]}, "include"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"truncation": "some"}, "truncation"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"max_tokens": 2}, "max_tokens"),
@@ -187,10 +261,13 @@ def test_a_format_is_the_grammar_of_the_output(served: Any) -> None:
             {"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
             "text.format.schema",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tools": [{**WEATHER, "async": True}]}, "tools[0].async"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from medha_router.dialects.openai_answer import call_id
 from medha_router.generation import ClientRequest
 from medha_router.structured.tool_calls import TextPart
-from medha_router.tokenization.detokenizer import Delta
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 
 
 class OutputBlock:
@@ -20,6 +21,7 @@ class OutputBlock:
         self.call_id = ""
         self.name: str | None = None
         self.parts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
 
     @property
     def text(self) -> str:
@@ -27,11 +29,12 @@ class OutputBlock:
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A block that begins, gets `text`, or ends."""
+    """A block that begins, gets `text` and the log probabilities of its tokens, or ends."""
 
     kind: Literal["begin", "text", "end"]
     block: OutputBlock
     text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class BlockBuilder:
@@ -39,6 +42,7 @@ class BlockBuilder:
 
     def __init__(self, request: ClientRequest) -> None:
         self._id, self._parser = request.id, request.parser(0)
+        self._logprobs: list[TokenLogprob] = []  # of tokens without text so far
         self._open: tuple[tuple[int | None, bool], OutputBlock] | None = None
         self.blocks: list[OutputBlock] = []
         self.finish: str | None = None
@@ -51,11 +55,14 @@ class BlockBuilder:
     def push(self, delta: Delta) -> list[Change]:
         """Add new output and return what changed."""
         changes: list[Change] = []
+        self._logprobs += delta.logprobs
         for part in self._parts(delta):
             block = self._block_of(part, changes)
             if part.text:
                 block.parts.append(part.text)
-                changes.append(Change("text", block, part.text))
+                block.logprobs += self._logprobs
+                changes.append(Change("text", block, part.text, self._logprobs))
+                self._logprobs = []
         if delta.finish is not None:
             self.finish = delta.finish
             self._end(changes)

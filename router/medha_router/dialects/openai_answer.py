@@ -280,7 +280,10 @@ class ResponseBuilder:
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
-            return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
+            return {
+                "content": [chat_logprob(entry, self._names_ids) for entry in entries],
+                "refusal": None,
+            }
         spellings = [
             _ids_of(entry) if self._names_ids else _completion_spellings(entry) for entry in entries
         ]
@@ -299,16 +302,21 @@ class ResponseBuilder:
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        logprob = entry.logprob or Logprob(0.0)
-        top = [self._spelling(entry, token) | {"logprob": value} for token, value in logprob.top]
-        chosen = self._spelling(entry, entry.token) | {"logprob": logprob.chosen}
-        return chosen | {"top_logprobs": top}
 
-    def _spelling(self, entry: TokenLogprob, token: int) -> dict[str, Any]:
-        spelling = entry.vocabulary.bytes_of(token)
-        text = TOKEN_ID % token if self._names_ids else spelling.decode("utf-8", errors="replace")
-        return {"token": text, "bytes": list(spelling)}
+def chat_logprob(entry: TokenLogprob, names_ids: bool = False) -> dict[str, Any]:
+    """Return the log probability of a token, and of those that are likeliest in its place.
+
+    If `names_ids`, tokens are named by id.
+    """
+
+    def spelling(token: int) -> dict[str, Any]:
+        spelled = entry.vocabulary.bytes_of(token)
+        text = TOKEN_ID % token if names_ids else spelled.decode("utf-8", errors="replace")
+        return {"token": text, "bytes": list(spelled)}
+
+    logprob = entry.logprob or Logprob(0.0)
+    top = [spelling(token) | {"logprob": value} for token, value in logprob.top]
+    return spelling(entry.token) | {"logprob": logprob.chosen, "top_logprobs": top}
 
 
 def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,19 +11,17 @@ from medha_router.api_errors import ApiError
 from medha_router.dialects.answer import event
 from medha_router.dialects.blocks import BlockBuilder, Change, OutputBlock
 from medha_router.dialects.http_response import timing
+from medha_router.dialects.openai_answer import chat_logprob
 from medha_router.dialects.responses_body import ResponsesParams
 from medha_router.generation import ClientRequest
-from medha_router.tokenization.detokenizer import Delta
+from medha_router.tokenization.detokenizer import Delta, TokenLogprob
 
 FIXED: dict[str, Any] = {
     "background": False,
     "error": None,
-    "max_tool_calls": None,
     "previous_response_id": None,
     "service_tier": "default",
     "store": False,
-    "top_logprobs": 0,
-    "truncation": "disabled",
 }
 
 
@@ -33,6 +32,8 @@ class ResponseAnswer:
     def __init__(self, request: ClientRequest, params: ResponsesParams) -> None:
         self._request = request
         self._echoed: dict[str, Any] = msgspec.json.decode(params.echoed)
+        self._namespaced = params.namespaced
+        self._shows_logprobs = params.sampling.logprobs is not None
         self._blocks = BlockBuilder(request)
         self._number = 0
 
@@ -115,7 +116,7 @@ class ResponseAnswer:
                 "type": "function_call",
                 "id": self._item_id(block),
                 "call_id": block.call_id,
-                "name": block.name,
+                **self._names(block),
                 "arguments": "" if began else block.text,
                 "status": status,
             }
@@ -132,8 +133,20 @@ class ResponseAnswer:
             "id": self._item_id(block),
             "role": "assistant",
             "status": status,
-            "content": [] if began else [_text_part(block.text)],
+            "content": [] if began else [self._text_part(block)],
         }
+
+    def _names(self, block: OutputBlock) -> dict[str, str]:
+        """Return the name of a call, and its namespace if it has one."""
+        namespace, name = self._namespaced.get(block.name or "", ("", block.name or ""))
+        return {"namespace": namespace, "name": name} if namespace else {"name": name}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return [chat_logprob(entry) for entry in entries] if self._shows_logprobs else []
+
+    def _text_part(self, block: OutputBlock) -> dict[str, Any]:
+        part = _text_part(block.text)
+        return part | {"logprobs": self._logprobs(block.logprobs)} if self._shows_logprobs else part
 
     def _item_id(self, block: OutputBlock) -> str:
         kind = "rs" if block.thinking else "msg" if block.name is None else "fc"
@@ -149,12 +162,13 @@ class ResponseAnswer:
             )
         if change.kind == "text":
             return self._event(
-                "response.output_text.delta", at | {"delta": change.text, "logprobs": []}
+                "response.output_text.delta",
+                at | {"delta": change.text, "logprobs": self._logprobs(change.logprobs)},
             )
-        text = block.text
+        done = {"text": block.text, "logprobs": self._logprobs(block.logprobs)}
         return (
-            self._event("response.output_text.done", at | {"text": text, "logprobs": []})
-            + self._event("response.content_part.done", at | {"part": _text_part(text)})
+            self._event("response.output_text.done", at | done)
+            + self._event("response.content_part.done", at | {"part": self._text_part(block)})
             + self._item_event("done", block)
         )
 
@@ -178,7 +192,7 @@ class ResponseAnswer:
         if change.kind == "text":
             return self._event(f"{name}.delta", at | {"delta": change.text})
         return self._event(
-            f"{name}.done", at | {"name": block.name, "arguments": block.text}
+            f"{name}.done", at | {"name": self._names(block)["name"], "arguments": block.text}
         ) + self._item_event("done", block)
 
     def _item_event(self, what: str, block: OutputBlock, status: str | None = None) -> bytes:

@@ -1,8 +1,8 @@
 """Bodies of `POST /v1/responses`, OpenAI's Responses API without state.
 
-Input items become messages of a chat. What needs state on the server (`store`,
-`previous_response_id`, `conversation`) and the tools that OpenAI runs itself are refused. Sampling
-fields of a chat are extensions here too.
+Input items become messages of a chat. What needs state on the server (`previous_response_id`,
+`conversation`) is refused; `store` has no effect. Tools that OpenAI runs itself are left out of the
+prompt, as in vLLM. Sampling fields of a chat are extensions here too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from medha_router.dialects.conversation import (
     value_error,
 )
 from medha_router.protocol import (
+    MAX_LOGPROBS,
     Body,
     Effort,
     GenerationParams,
@@ -50,23 +51,17 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "enable_response_messages": (False,),
     "image": ({},),
-    "include": ([], ["reasoning.encrypted_content"]),
     "logprobs": (False,),
-    "max_tool_calls": (),
     "moderation": (),
     "previous_input_messages": ([],),
     "previous_response_id": (),
     "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
-UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
-    "allowed_callers": (["direct"],),
-    "async": (False,),
-    "defer_loading": (False,),
-    "output_schema": (),
-}
-STATE = ("store", "previous_response_id", "conversation", "background")
+LOGPROBS = "message.output_text.logprobs"
+NAMESPACE_SEPARATOR = "__"
+OFFERED = ("function", "namespace")
+"""Types of tools that reach the prompt."""
+STATE = ("previous_response_id", "conversation", "background")
 INSTEAD = {
     "add_generation_prompt": "",
     "continue_final_message": "",
@@ -88,6 +83,19 @@ NAMES = (
 )
 
 
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Values of `include`. All but that of log probabilities are parts of items that never occur."""
+
+
 class ResponseStreamOptions(StreamOptions, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
@@ -96,14 +104,14 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     """`reasoning`: the effort reaches the chat template. There are no summaries."""
 
     effort: Effort = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`text`: the form of the output."""
+    """`text`: the form of the output. `verbosity` has no effect."""
 
     format: RawJson = msgspec.UNSET
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -136,32 +144,30 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     echo: RawJson = msgspec.UNSET
     enable_response_messages: RawJson = msgspec.UNSET
     image: RawJson = msgspec.UNSET
-    include: RawJson = msgspec.UNSET
+    include: list[Include] | None = None
     logprobs: RawJson = msgspec.UNSET
     max_completion_tokens: RawJson = msgspec.UNSET
-    max_tool_calls: RawJson = msgspec.UNSET
+    max_tool_calls: int | None = None
     messages: RawJson = msgspec.UNSET
     moderation: RawJson = msgspec.UNSET
     previous_input_messages: RawJson = msgspec.UNSET
     previous_response_id: RawJson = msgspec.UNSET
     prompt: RawJson = msgspec.UNSET
     reasoning: Reasoning | None = None
-    top_logprobs: RawJson = msgspec.UNSET
-    truncation: RawJson = msgspec.UNSET
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of `tools`; tools that the server runs have another type."""
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry of `tools`: a function, a namespace of functions in its own `tools`, or a tool that
+    OpenAI runs."""
 
     type: str
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: RawJson = msgspec.UNSET
-    async_: RawJson = msgspec.field(default=msgspec.UNSET, name="async")
-    defer_loading: RawJson = msgspec.UNSET
-    output_schema: RawJson = msgspec.UNSET
+    tools: list[FunctionTool] | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +193,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
 
@@ -201,9 +208,11 @@ class _ToolFields(msgspec.Struct, frozen=True):
 
 
 class ResponsesParams(GenerationParams, frozen=True, kw_only=True):
-    """Parameters of a response. `echoed`: JSON of the fields that its object repeats."""
+    """Parameters of a response. `echoed`: JSON of the fields that its object repeats. `namespaced`:
+    namespace and own name of functions in namespaces, by the name that the model reads."""
 
     echoed: bytes = b"{}"
+    namespaced: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)
 
 
 def read_responses(data: bytes | bytearray) -> ResponsesParams:
@@ -212,7 +221,8 @@ def read_responses(data: bytes | bytearray) -> ResponsesParams:
     _refuse(body)
     fields = read_body(tool_fields(body.tools, body.tool_choice), _ToolFields)
     messages = _messages(body)
-    offered = [_chat_tool(tool, f"tools[{at}].") for at, tool in enumerate(fields.tools or [])]
+    namespaced: dict[str, tuple[str, str]] = {}
+    offered = _chat_tools(fields.tools or [], namespaced)
     text_format = _text_format(body)
     try:
         tools = read_tools(
@@ -222,12 +232,15 @@ def read_responses(data: bytes | bytearray) -> ResponsesParams:
             msgspec.structs.replace(
                 body,
                 response_format=_chat_format(text_format),
+                truncate_prompt_tokens=(
+                    -1 if body.truncation == "auto" else body.truncate_prompt_tokens
+                ),
                 reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
             ),
             raw=messages,
             chat=True,
             max_output_tokens=body.max_output_tokens,
-            logprobs=None,
+            logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
             tools=tools,
         )
     except RequestError as error:
@@ -236,7 +249,9 @@ def read_responses(data: bytes | bytearray) -> ResponsesParams:
     if params.grammar is not None:
         param = params.grammar.param.replace("response_format.json_schema", "text.format")
         values["grammar"] = msgspec.structs.replace(params.grammar, param=param)
-    return ResponsesParams(echoed=_echoed(body, fields, text_format), **values)
+    return ResponsesParams(
+        echoed=_echoed(body, fields, text_format), namespaced=namespaced, **values
+    )
 
 
 def _refuse(body: ResponsesBody) -> None:
@@ -257,19 +272,43 @@ def _refuse(body: ResponsesBody) -> None:
         raise unsupported("stream_options.include_obfuscation", True)
 
 
-def _chat_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise RequestError(
-            f"{where}type is {tool.type[:60]!r}: this server runs no tools; offer functions",
-            code="unsupported_value",
-            param=f"{where}type",
-        )
+def _chat_tools(
+    tools: list[FunctionTool], namespaced: dict[str, tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Return the tools of a chat: functions, and those of namespaces, which `namespaced` gets too.
+
+    Tools that OpenAI runs are left out, as in vLLM: clients offer them to every server.
+    """
+    offered = []
+    for at, tool in enumerate(tools):
+        where = f"tools[{at}]"
+        if tool.type == "custom":
+            raise RequestError(
+                f"{where}.type is 'custom': only functions are supported; offer a function",
+                code="unsupported_value",
+                param=f"{where}.type",
+            )
+        if tool.type == "function":
+            offered.append(_chat_tool(tool, where))
+        elif tool.type == "namespace":
+            for number, inner in enumerate(tool.tools or []):
+                if inner.type == "function":
+                    chat_tool = _chat_tool(inner, f"{where}.tools[{number}]", tool.name)
+                    namespaced[chat_tool["function"]["name"]] = (tool.name or "", inner.name or "")
+                    offered.append(chat_tool)
+    return offered
+
+
+def _chat_tool(tool: FunctionTool, where: str, namespace: str | None = None) -> dict[str, Any]:
     if tool.name is None:
-        raise value_error(f"{where}name", "is missing: must be given; add it")
-    table = {("async_" if name == "async" else name): v for name, v in UNSUPPORTED_OF_TOOLS.items()}
-    refuse_unsupported(tool, table, where)
-    check_depth(tool.parameters, f"{where}parameters")
-    return function_tool(tool.name, tool.description, tool.parameters)
+        raise value_error(f"{where}.name", "is missing: must be given; add it")
+    check_depth(tool.parameters, f"{where}.parameters")
+    return function_tool(_name_in_prompt(namespace, tool.name), tool.description, tool.parameters)
+
+
+def _name_in_prompt(namespace: str | None, name: str) -> str:
+    """Return the name that the model reads, as in vLLM."""
+    return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
 def _chat_choice(choice: str | NamedFunction | None) -> RawJson:
@@ -328,7 +367,8 @@ def _add(conversation: Conversation, item: InputItem, where: str) -> None:
         case "function_call":
             if item.call_id is None or item.name is None:
                 raise value_error(where, "needs call_id and name; add them")
-            conversation.call(item.call_id, item.name, item.arguments or "{}")
+            name = _name_in_prompt(item.namespace, item.name)
+            conversation.call(item.call_id, name, item.arguments or "{}")
         case "function_call_output":
             if item.call_id is None:
                 raise value_error(f"{where}.call_id", "is missing: must be given; add it")
@@ -361,6 +401,14 @@ def _text(content: str | list[ItemPart] | None, where: str) -> str | list[str]:
     return texts
 
 
+def _echoed_tool(tool: FunctionTool) -> FunctionTool | dict[str, Any]:
+    """Return a tool with all fields of a function that OpenAI's clients demand."""
+    if tool.type != "function":
+        return tool
+    fields = ("type", "name", "description", "parameters", "strict")
+    return {field: getattr(tool, field) for field in fields}
+
+
 def _echoed(body: ResponsesBody, fields: _ToolFields, text: TextFormat | None) -> bytes:
     """Return the fields of the request that a response repeats; long instructions are left out."""
     instructions = body.instructions
@@ -370,23 +418,17 @@ def _echoed(body: ResponsesBody, fields: _ToolFields, text: TextFormat | None) -
         {
             "instructions": instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": body.reasoning or Reasoning(),
             "temperature": body.temperature,
             "text": {"format": text or {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                }
-                for tool in fields.tools or []
-            ],
+            "tools": [_echoed_tool(tool) for tool in fields.tools or [] if tool.type in OFFERED],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
             "user": body.user,
         }
     )
