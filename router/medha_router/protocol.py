@@ -653,17 +653,19 @@ def check_min_tokens(least: int, most: int) -> None:
 def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
     """Return the grammar that the output must follow; raises RequestError for two of them.
 
-    An output that must call tools has no answer, so that no `response_format` holds for it.
+    An output that must call tools has no answer, so that no `response_format` holds for it. Clients
+    of old and new vLLM send `guided_…` along with `structured_outputs`, which holds.
     """
     if tools is None and all(getattr(body, name) is msgspec.UNSET for name in GRAMMAR_FIELDS):
         return None
     answer = sources.of_response_format(body.response_format)
+    structured = sources.of_structured_outputs(body.structured_outputs)
+    guided = sources.of_guided(
+        body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+    )
     grammar = sources.only(
         answer if tools is None or tools.grammar is None else None,
-        sources.of_structured_outputs(body.structured_outputs),
-        sources.of_guided(
-            body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
-        ),
+        guided if structured is None else structured,
         tools.grammar if tools is not None else None,
     )
     if grammar is not None and body.ignore_eos:

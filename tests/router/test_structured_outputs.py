@@ -49,6 +49,11 @@ def json_schema(schema: object = SCHEMA) -> dict[str, Any]:
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["yes", "no"]}, "choice", '["yes","no"]'),
         ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_regex": "b"},  # as guidance sends both
+            "regex",
+            "a",
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["é"]}}, "choice", '["é"]'),
