@@ -78,7 +78,11 @@ def test_a_message_holds_the_text_and_its_tokens(hermes: Any, client: anthropic.
 def test_blocks_become_the_messages_of_a_chat(hermes: Any, client: anthropic.Anthropic) -> None:
     create(
         client,
-        system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.1c0;"},
+            {"type": "text", "text": "Be "},
+            {"type": "text", "text": "kind."},
+        ],
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "one"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "two"}]},
