@@ -108,6 +108,22 @@ def test_a_developer_is_the_system_where_the_template_leaves_that_role_out() -> 
     assert render(PLAIN, messages) == "<developer>RULES<user>hi"
 
 
+@pytest.mark.parametrize("left_out", ["{{ raise_exception('Not at the start') }}", ""])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_later_system_messages_join_the_first_where_a_template_takes_one(
+    left_out: str, role: str
+) -> None:
+    """As Claude Code sends them in the course of a conversation, and Codex at its start."""
+    first = "{% if m.role == 'system' and not loop.first %}" + left_out + "{% else %}"
+    template = KNOWN_ROLES.replace("<{{", first + "<{{").replace(
+        "{% endfor", "{% endif %}{% endfor"
+    )
+    system, later = {"role": "system", "content": "one"}, {"role": role, "content": ["two", "3"]}
+    messages: list[dict[str, Any]] = [USER, system, later]
+    assert render(template, messages) == "<system>one\n\ntwo\n3<user>hi"
+    assert render(PLAIN, messages[:2]) == "<user>hi<system>one"
+
+
 @pytest.mark.parametrize("template", [NULL_CONTENT, HERMES.decode()])
 def test_a_call_in_an_earlier_message_reaches_the_prompt(template: str) -> None:
     assert "get_weather" in render(template, CALLED) and "Köln" in render(template, CALLED)

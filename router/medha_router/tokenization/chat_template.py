@@ -5,9 +5,9 @@
 
 A template comes with the checkpoint, never from a client, and sees the names that Hugging Face
 templates use. What it would leave out without a word is given in a form that it prints: parts of a
-content as lines of one text, as in vLLM; `developer` as `system`; calls of tools with a null
-content, after a message with their content, with their arguments as text, or with ids of nine
-letters and digits.
+content as lines of one text, as in vLLM; `developer` as `system`; later system messages in the
+first; calls of tools with a null content, after a message with their content, with their arguments
+as text, or with ids of nine letters and digits.
 """
 
 from __future__ import annotations
@@ -138,8 +138,11 @@ class _Template:
         self, messages: list[dict[str, Any]], generation_prompt: bool, tools: Any = None
     ) -> dict[str, Any]:
         """Return what the template reads by name, with messages in a form that it takes."""
+        forms = [form for message in messages for form in self._adapted(message)]
+        if any(form["role"] == "system" for form in forms[1:]) and not self._takes_later_systems:
+            forms = _with_one_system(forms)
         return {
-            "messages": [form for message in messages for form in self._adapted(message)],
+            "messages": forms,
             "add_generation_prompt": generation_prompt,
             "tools": tools,
             "documents": None,
@@ -171,6 +174,12 @@ class _Template:
     @functools.cached_property
     def _takes_developer(self) -> bool:
         return PROBE[0] in self._probe_of({"role": "developer", "content": PROBE[0]}, _USER)
+
+    @functools.cached_property
+    def _takes_later_systems(self) -> bool:
+        """False if it refuses a system message among others, or leaves it out, as Qwen3.5's."""
+        system = {"role": "system", "content": PROBE[0]}
+        return PROBE[1] in self._probe_of(system, _USER, system | {"content": PROBE[1]}, _USER)
 
     @functools.cached_property
     def _calls(self) -> tuple[str | None, bool]:
@@ -255,6 +264,13 @@ class _Template:
         if texts and role == "user" and self._takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the texts of all system messages in one, before the others."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
 def _called(content: str | None, as_text: bool) -> dict[str, Any]:
