@@ -255,7 +255,8 @@ class ServedModel:
         return self.classes[name]
 
     def output_tokens(self, prompt: Prompt, requested: int | None, default: int, chat: bool) -> int:
-        """Return the limit of output tokens; raises RequestError if the context is too short."""
+        """Return the limit of output tokens: those requested, as far as the context has room, as in
+        vLLM. Raises RequestError if it has none, or is shorter than the output alone."""
         limit, length = self.max_context_tokens, prompt.length
         where = "messages" if chat else "prompt"
         if length == 0:
@@ -263,7 +264,7 @@ class ServedModel:
                 f"{where} has no tokens: send some text", code="invalid_value", param=where
             )
         wanted = max(1, requested) if requested is not None else 1
-        if length + wanted > limit:
+        if length >= limit or wanted > limit:
             room = " A limit of 0 output tokens needs room for one." if requested == 0 else ""
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
@@ -272,7 +273,7 @@ class ServedModel:
                 code="context_length_exceeded",
                 param=where,
             )
-        return wanted if requested is not None else min(limit - length, default)
+        return min(limit - length, default if requested is None else wanted)
 
 
 class ModelRegistry(Mapping[str, ServedModel]):

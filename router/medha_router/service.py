@@ -293,7 +293,9 @@ class Service:
             return prompts
         most, side = params.kept_tokens
         if most < 0:
-            most = max(1, model.max_context_tokens - max(1, params.max_output_tokens or 0))
+            limit = model.max_context_tokens
+            most = limit - max(1, params.max_output_tokens or 0)
+            most = most if most > 0 else limit - 1
         special: list[int] = []
         if params.special and version.vocabulary is not None:
             special = version.vocabulary.tokenizer.encode("").ids

@@ -89,6 +89,16 @@ def test_a_choice_says_which_stop_ended_it(served: Running) -> None:
         assert all("stop_reason" not in chunk for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("most", [1, 8, 9, 2048])
+def test_an_output_ends_with_the_context(served: Running, most: int) -> None:
+    """Agents ask for 32,000 tokens in each turn, however long the conversation is."""
+    answer = completion(served, "x" * 2030 + "say " + "y" * 6, max_tokens=most, ignore_eos=True)
+    room = min(most, 8)
+    assert served.controllers[0].seen[-1].max_output_tokens == room
+    assert answer["usage"]["completion_tokens"] == min(room, 7)
+    assert answer["choices"][0]["text"] == "y" * min(room, 6)
+
+
 def test_more_tokens_than_the_context_holds_cannot_be_demanded(served: Running) -> None:
     error = chat(served, min_tokens=3000)["error"]
     assert (

@@ -383,10 +383,13 @@ def test_a_long_prompt_is_cut_on_request(served: Running) -> None:
         answer = ask(served, "completions", **fields).json()
         assert answer["choices"][0]["text"] == "abc"
         assert answer["usage"]["prompt_tokens"] == len(seen(served)) == tokens - (kept == 4000)
-    for most in (2048, 2060, 9000):
+    for most in (2060, 9000):
         fields = {"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": most}
         message = ask(served, "completions", **fields).json()["error"]["message"]
-        assert f"{most + 1} tokens (1 in the prompt, {most} in the completion)" in message
+        assert f"{most + 2047} tokens (2047 in the prompt, {most} in the completion)" in message
+    fields = {"prompt": prompt, "truncate_prompt_tokens": -1, "max_tokens": 2048}
+    usage = ask(served, "completions", **fields).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2047, 1)
     ask(served, "completions", prompt=prompt, truncate_prompt_tokens=5, truncation_side="right")
     assert len(set(seen(served))) == 1 and len(seen(served)) == 5
     response = ask(served, "completions", echo=True, truncate_prompt_tokens=5)
