@@ -258,7 +258,7 @@ ALLOWED: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
     | _of_others(MessagesBody, messages_body.INSTEAD),
     CountTokensBody: {name: messages_body.UNSUPPORTED[name] for name in messages_body.COUNTED},
     responses_body.ResponseStreamOptions: {"include_obfuscation": (False,)},
-    messages_body.CustomTool: messages_body.UNSUPPORTED_OF_TOOLS | {"type": ("custom",)},
+    messages_body.CustomTool: {"type": ("custom",)},
     StructuredOutputs: {
         "disable_any_whitespace": (False,),
         "disable_additional_properties": (False,),

@@ -228,7 +228,7 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**WEATHER, "name": "a" * 257}]}, "tools[0].name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
         ({"messages": []}, "messages"),
@@ -252,6 +252,33 @@ def test_what_is_not_supported_is_refused_by_its_name(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param and param in error["message"]
+
+
+def test_a_search_for_tools_goes_round(hermes: Any) -> None:
+    """As Claude Code searches tools of plugins, whose names are long."""
+    search = {"name": "ToolSearch", "input_schema": {"type": "object"}}
+    long = {**WEATHER, "name": "mcp__plugin_" + "a" * 64, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": long["name"]}
+    called = {**CALLED, "name": "ToolSearch", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": CALLED["id"], "content": [reference]}
+    answered = [{"type": "text", "text": "say ok"}, result]
+    turns = [*ask("x"), {"role": "assistant", "content": [called]}]
+    body = {
+        "model": "tiny",
+        "max_tokens": 10,
+        "tools": [search, long],
+        "messages": [*turns, {"role": "user", "content": answered}],
+    }
+    answer = hermes.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"] == [{"type": "text", "text": "ok"}]
+    assert hermes.prompt().endswith(f"tool: {long['name']}user: say ok")
+    assert f'"name": "{long["name"]}"' in hermes.prompt()
+    call = f'<tool_call>{{"name": "{long["name"]}", "arguments": {{}}}}</tool_call>'
+    answer = hermes.http.post(
+        "/v1/messages", json={**body, "max_tokens": 200, "messages": ask(call)}
+    )
+    assert answer.json()["content"][0]["name"] == long["name"]
 
 
 @pytest.mark.parametrize("edits", [{}, {"edits": []}, clearing("clear_thinking_20251015")])

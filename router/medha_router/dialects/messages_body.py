@@ -59,11 +59,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "user_profile_id": (),
     "workspace_id": (),
 }
-UNSUPPORTED_OF_TOOLS: dict[str, tuple[object, ...]] = {
-    "allowed_callers": (["direct"],),
-    "defer_loading": (False,),
-    "input_examples": ([],),
-}
 INSTEAD = {
     "add_generation_prompt": "",
     "continue_final_message": "",
@@ -162,15 +157,15 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of `tools`; tools that the server runs have another type."""
+    """An entry of `tools`; tools that the server runs have another type.
+
+    Tools that a client defers are offered at once, as in vLLM.
+    """
 
     name: ToolName
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    allowed_callers: RawJson = msgspec.UNSET
-    defer_loading: RawJson = msgspec.UNSET
-    input_examples: RawJson = msgspec.UNSET
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +186,7 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    tool_name: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
 
@@ -307,7 +303,6 @@ def _chat_tool(tool: CustomTool, where: str) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise value_error(f"{where}input_schema", "is missing: must be given; add it")
-    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, where)
     check_depth(tool.input_schema, f"{where}input_schema")
     return function_tool(tool.name, tool.description, tool.input_schema)
 
@@ -352,8 +347,6 @@ def _add(conversation: Conversation, message: Turn, where: str) -> None:
             case "user", "tool_result":
                 if block.tool_use_id is None:
                     raise value_error(f"{at}.tool_use_id", "is missing: must be given; add it")
-                if texts:
-                    raise value_error(at, "follows text: tool results stand before text")
                 conversation.result(block.tool_use_id, _result(block, f"{at}.content"))
                 results = True
             case role, kind:
@@ -369,18 +362,20 @@ def _add(conversation: Conversation, message: Turn, where: str) -> None:
 
 
 def _result(block: ContentBlock, where: str) -> list[str]:
-    """Return the texts of a tool result. Those of an error say so: a chat has no field for it."""
+    """Return the texts of a tool result, and the names of tools that it refers to. Those of an
+    error say so: a chat has no field for it."""
     content, texts = block.content or "", []
     if isinstance(content, str):
         texts.append(content)
     else:
         for index, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            text = part.tool_name if part.type == "tool_reference" else part.text
+            if part.type not in ("text", "tool_reference") or text is None:
                 raise content_error(
                     f"{where}[{index}]",
                     f"has the type {part.type[:60]!r}: only text parts are supported",
                 )
-            texts.append(part.text)
+            texts.append(text)
     if block.is_error:
         texts[:1] = ["Error: " + "".join(texts[:1])]
     return texts

@@ -24,8 +24,9 @@ MAPS_OF_SCHEMAS = frozenset(
 )
 DATA = frozenset({"const", "default", "enum", "examples"})
 
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)"
-"""In Python, $ also stands before a line break at the end."""
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,256}$(?!\n)"
+"""Names of tools of plugins are longer than OpenAI's 64. In Python, $ also stands before a line
+break at the end."""
 ToolName = Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
 Choice = Literal["auto", "none", "required", "named"]
 
