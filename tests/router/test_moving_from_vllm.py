@@ -198,6 +198,20 @@ def test_tools_stand_in_the_prompt_though_none_may_be_called(hermes: Running) ->
     assert '"type":"function"' in hermes.prompt().replace(" ", "")
 
 
+def test_an_agent_offers_the_tools_of_many_servers() -> None:
+    offered = [{"function": {"name": f"mcp__server__tool{number}"}} for number in range(513)]
+    body = {"messages": [], "tools": offered[:512]}
+    tools = read_chat(json.dumps(body).encode()).tools
+    assert tools is not None and len(tools.names) == 512
+    with pytest.raises(RequestError, match="tools is wrong"):
+        read_chat(json.dumps({**body, "tools": offered}).encode())
+
+
+@pytest.mark.parametrize("result", [{}, {"content": None}, {"content": ""}])
+def test_a_tool_may_return_nothing(result: dict[str, Any]) -> None:
+    assert prompt(LINES, {"role": "tool", "tool_call_id": "a", **result}) == "tool: ;"
+
+
 def test_a_template_without_tools_serves_chats_that_may_call_none(served: Running) -> None:
     answer = chat(served, tools=[{"function": WEATHER}], tool_choice="none")
     assert answer["choices"][0]["message"]["content"] == "abcdef"

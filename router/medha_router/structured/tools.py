@@ -14,7 +14,7 @@ from medha.errors import RequestError
 from medha.grammar_limits import MAX_SCHEMA_DEPTH
 from medha_router.structured.sources import GrammarSource, RawJson
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 32
 

@@ -124,7 +124,7 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None and message.role == "assistant":
         plain |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
-    if message.content is None and message.role != "assistant":
+    if message.content is None and message.role not in ("assistant", "tool"):
         raise RequestError(
             f"{where}.content is missing: a {message.role} message needs text",
             code="invalid_value",
