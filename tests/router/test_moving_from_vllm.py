@@ -212,6 +212,13 @@ def test_a_tool_may_return_nothing(result: dict[str, Any]) -> None:
     assert prompt(LINES, {"role": "tool", "tool_call_id": "a", **result}) == "tool: ;"
 
 
+def test_a_gateway_hands_on_no_line_for_bills() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=1f2;"
+    for content in (f"{line}\nBe kind.", [line, {"type": "text", "text": "Be kind."}], "Be kind."):
+        assert prompt(LINES, {"role": "system", "content": content}) == "system: Be kind.;"
+    assert prompt(LINES, {"role": "user", "content": line}) == f"user: {line};"
+
+
 def test_a_template_without_tools_serves_chats_that_may_call_none(served: Running) -> None:
     answer = chat(served, tools=[{"function": WEATHER}], tool_choice="none")
     assert answer["choices"][0]["message"]["content"] == "abcdef"

@@ -14,6 +14,8 @@ Names = Sequence[tuple[str, str]]
 """Names of a chat's fields, and what another API calls them."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
+BILLING = "x-anthropic-billing-header"
+"""Start of a line of Claude Code that differs in each session: with it no prefix is cached."""
 
 
 class Conversation:
@@ -84,6 +86,11 @@ def part_text(kind: str, text: str | None, refusal: str | None) -> str | None:
     if kind == "refusal":
         return refusal
     return text if kind in TEXT_PARTS else None
+
+
+def without_billing(text: str) -> str:
+    """Return a text of the system without a line for Anthropic's bills at its start."""
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def raw_json(value: object) -> msgspec.Raw:

@@ -21,6 +21,7 @@ from medha_router.dialects.conversation import (
     renamed,
     tool_fields,
     value_error,
+    without_billing,
 )
 from medha_router.protocol import (
     MAX_STOPS,
@@ -46,8 +47,6 @@ from medha_router.tokenization.json_text import check_values
 MAX_MESSAGES = 4096
 KEEPS_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """Edit that Claude Code sends with each request, and that cuts nothing."""
-BILLING = "x-anthropic-billing-header"
-"""Start of a block of Claude Code that differs in each session: with it no prefix is cached."""
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
     "context_management": ({}, {"edits": []}, KEEPS_THINKING),
@@ -314,8 +313,7 @@ def _messages(body: MessagesBody | CountTokensBody) -> tuple[bytes, PromptEnd]:
     if isinstance(body.system, str):
         conversation.add("system", body.system)
     elif body.system is not None:
-        texts = [block.text for block in body.system if not block.text.startswith(BILLING)]
-        conversation.add("system", "".join(texts))
+        conversation.add("system", "".join(without_billing(block.text) for block in body.system))
     messages = read_body(b'{"messages":' + raw + b"}", _Messages).messages
     for index, message in enumerate(messages):
         _add(conversation, message, f"messages[{index}].content")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from medha.adapters.logs import start_logs
 from medha.adapters.memory import collect_seldom
 from medha.errors import CheckpointError, RequestError
-from medha_router.dialects.conversation import ROLES, part_text
+from medha_router.dialects.conversation import ROLES, part_text, without_billing
 from medha_router.dialects.readers import READERS
 from medha_router.protocol import (
     INTERNAL_ERROR,
@@ -120,7 +120,14 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
                 param=f"{where}.{field}",
             )
     content = message.refusal if message.content is None else message.content
-    plain: dict[str, Any] = {"role": message.role, "content": _content(content, f"{where}.content")}
+    text = _content(content, f"{where}.content")
+    if message.role == "system":  # gateways hand on what Claude Code gave them
+        text = (
+            without_billing(text)
+            if isinstance(text, str)
+            else [kept for part in text if (kept := without_billing(part))]
+        )
+    plain: dict[str, Any] = {"role": message.role, "content": text}
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None and message.role == "assistant":
         plain |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
