@@ -23,14 +23,12 @@ import time
 from medha import compiled
 from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
-from medha.fleet.offers import PendingRequest
-from medha.fleet.placement import assess
-from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.predictor import Predictor
 from medha.profile import H100
 from medha.request import Request
 from medha.scheduling.scheduler import Scheduler
 from medha.sim.scenario import LLAMA_3_8B
+from medha.testing import SingleReplicaRouter
 from medha.topology import Topology
 
 PARTS = ("submit", "next_batch", "complete", "load")
@@ -63,7 +61,7 @@ class Population:
             LLAMA_3_8B.max_context_tokens,
         )
         self.scheduler.group_joined(0, 1, 0.0)
-        self.router = ReplicaEstimate("replica", self.predictor, LLAMA_3_8B.max_context_tokens)
+        self.router = SingleReplicaRouter(self.scheduler)
         self.router.update(self.scheduler.load(0.0), 0.0)
         self.waiting, self.decodes = waiting, decodes
         self.dice = random.Random(seed)
@@ -101,26 +99,16 @@ class Population:
         work_s = self.predictor.prefill_s(tokens)
         deadline_s = max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0)
         self.count += 1
-        pending = PendingRequest(
+        arriving = Request(
             id=f"r{self.count}",
-            prompt_tokens=tokens,
-            max_output_tokens=OUTPUT_TOKENS,
-            due_s=self.now + deadline_s,
-            tpot_s=TPOT_S,
-        )
-        offer = assess(self.router, pending, self.now)
-        self.router.hold(pending, offer, self.now, offer.fits)
-        self.router.accepted(pending.id)
-        return Request(
-            id=pending.id,
             arrival_s=self.now,
             prompt_tokens=tokens,
             tpot_s=TPOT_S,
             max_output_tokens=OUTPUT_TOKENS,
             ttft_deadline_s=deadline_s,
             work_s=work_s,
-            promised=offer.fits,
         )
+        return self.router.decide_by_last(arriving, self.now)
 
     def _submit(self, request: Request) -> None:
         self.queued += 1

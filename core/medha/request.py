@@ -44,9 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Request as the scheduler sees it.
 
     `work_s` is W: predicted prefill seconds of the uncached tokens on an idle replica.
-    `ttft_deadline_s` is D, seconds after `arrival_s`. `promised`: admission gave a promise for
-    D; `None`: the scheduler decides on arrival. `beyond_share`: without a promise because its
-    tenant has its share, so that the request runs after those of others.
+    `ttft_deadline_s` is D, seconds after `arrival_s`. `promised`: a router gave a promise for D;
+    None until a router has decided. `beyond_share`: without a promise because its tenant has its
+    share, so that the request runs after those of others.
     """
 
     id: str

@@ -2,23 +2,31 @@
 
 Small and exact: by default a prompt token costs a tenth of a millisecond, whatever its context, and
 nothing else costs anything, so that expected times can be worked out by hand. `Driven` plays the
-ranks of one replica in virtual time, stage by stage, each batch taking exactly as long as it is
-predicted to (or as `seconds` says).
+router and the ranks of one replica in virtual time, stage by stage, each batch taking exactly as
+long as it is predicted to (or as `seconds` says).
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections import abc
+
+from msgspec import structs
 
 from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
+from medha.fleet.offers import PendingRequest
+from medha.fleet.placement import place
+from medha.fleet.replica_estimate import ReplicaEstimate
+from medha.messages import Load
 from medha.model import ModelShape
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.request import Request, SloClass
-from medha.scheduling.interface import Admitted, Completed, SchedulerInterface
+from medha.scheduling.decision_log import RecordingScheduler
+from medha.scheduling.interface import Admitted, Completed
 from medha.scheduling.scheduler import Scheduler
 from medha.topology import Topology
 
@@ -148,21 +156,69 @@ def scheduler(
     return built
 
 
-class Driven:
-    """A replica in virtual time around a scheduler.
+class SingleReplicaRouter:
+    """Promises what fits a replica by its last Load, as a fleet's router does."""
 
+    def __init__(self, scheduler: Scheduler) -> None:
+        settings, self._scheduler = scheduler.settings, scheduler
+        self._class_tpot_s = min((of.slo.tpot_s for of in scheduler.classes), default=math.inf)
+        self._estimate = ReplicaEstimate(
+            "replica",
+            scheduler.predictor,
+            scheduler.max_context_tokens,
+            settings.min_batch_s,
+            settings.max_batch_s,
+            settings.max_running,
+        )
+
+    def decide(self, arriving: Request, now: float) -> Request:
+        """Return a request that arrives, promised or not, by the replica's present Load."""
+        self.update(self._scheduler.load(now), now)
+        return self.decide_by_last(arriving, now)
+
+    def update(self, load: Load, now: float) -> None:
+        """Take a Load over, which counts all requests before it."""
+        self._estimate.update(load, now)
+
+    def decide_by_last(self, arriving: Request, now: float) -> Request:
+        """Return a request that arrives, promised or not, by the last Load; the next counts it."""
+        pending = PendingRequest(
+            id=arriving.id,
+            prompt_tokens=arriving.prompt_tokens,
+            max_output_tokens=arriving.max_output_tokens,
+            due_s=arriving.due_s,
+            tpot_s=arriving.tpot_s,
+            class_tpot_s=self._class_tpot_s,
+            slo_class=arriving.slo_class,
+            tenant=arriving.tenant,
+            beyond_share=arriving.beyond_share,
+        )
+        offer = place(pending, [self._estimate], {}, now)
+        promised = offer is not None and offer.fits
+        if offer is not None:
+            self._estimate.hold(pending, offer, now, promised)
+            self._estimate.accepted(arriving.id)
+        return structs.replace(arriving, promised=promised)
+
+
+class Driven:
+    """A replica in virtual time around a scheduler, and its router.
+
+    The router decides on each arrival whose `promised` is None.
     Every (group, stage) runs its batches in number order; a shared batch starts on a stage when all
     its groups are there. `first_s` and `finished` are by request id, `batches` (time, batch).
     """
 
     def __init__(
         self,
-        plan: SchedulerInterface,
+        plan: Scheduler | RecordingScheduler,
         *,
         seconds: abc.Callable[[Batch, int], float] | None = None,
         stops: abc.Callable[[str, int], bool] = lambda name, count: False,
     ) -> None:
         self.plan, self.now = plan, 0.0
+        scheduler = plan.scheduler if isinstance(plan, RecordingScheduler) else plan
+        self.router = SingleReplicaRouter(scheduler)
         self._lead_s = plan.settings.lead_s(plan.topology.spp)
         self.seconds = seconds or (lambda batch, stage: batch.predicted_s)
         self.stops = stops
@@ -200,6 +256,8 @@ class Driven:
         return self.first_s.get(id, float("inf")) <= self.requests[id].due_s + 1e-9
 
     def _arrive(self, arriving: Request, hashes: abc.Sequence[bytes]) -> None:
+        if arriving.promised is None:
+            arriving = self.router.decide(arriving, self.now)
         admitted = self.plan.submit(arriving, self.now, hashes)
         self.admitted[arriving.id], self.requests[arriving.id] = admitted, arriving
         self._id_of[admitted.seq] = arriving.id

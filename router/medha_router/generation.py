@@ -119,7 +119,7 @@ class Generation:
             salt=self.salt,
             adapter=self.client_request.adapter,
             weight=request.weight,
-            promised=request.promised,
+            promised=bool(request.promised),
             beyond_share=request.beyond_share,
         )
 

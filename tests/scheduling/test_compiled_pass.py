@@ -367,14 +367,14 @@ def test_what_is_outside_the_rows_is_refused() -> None:
     waiting, _ = levelled(0, 3)
     rows, kernel = waiting.rows, waiting.rows.kernel
     for row in (-1, 3, 1 << 40):
-        for method in (kernel.remove, kernel.work, kernel.bare_work, kernel.tried, kernel.start):
+        for method in (kernel.remove, kernel.work, kernel.bare_work, kernel.start):
             with pytest.raises(IndexError, match=f"row {row} of 3"):
                 method(row)
     assert rows.work_before_s(3) == pytest.approx(waiting.work_s.sum())
     with pytest.raises(IndexError):
         rows.work_before_s(4)
     with pytest.raises(IndexError):
-        rows.try_decode(0, 0.0, 0.0, (native.RUNS, 3, 1.0, 1.0, 0.0, 0.0), 0.0, 1.0, 1.0)
+        rows.try_decode(0.0, (native.RUNS, 3, 1.0, 1.0, 0.0, 0.0), 0.0, 1.0, 1.0)
     with pytest.raises(TypeError):
         kernel.margins(0.0, "1.0", 1.0)
     with pytest.raises(TypeError, match="3 arguments, not 2"):
@@ -524,49 +524,48 @@ def test_a_prompt_without_a_row_has_alongside_it_what_a_row_due_then_would_have(
     assert PART * mean_s == pytest.approx(float(waiting.alongside[place]))
 
 
-@given(st.integers(0, 1 << 32), st.integers(1, 70), RUNNING, st.integers(0, 69), EIGHTHS)
-def test_a_promise_is_tried_alongside_its_own_decode(
-    seed: int, count: int, running: list[Decode], place: int, cost_s: float
+@given(st.integers(0, 1 << 32), st.integers(1, 70), RUNNING, EIGHTHS)
+def test_promises_are_tried_alongside_one_decode_more(
+    seed: int, count: int, running: list[Decode], cost_s: float
 ) -> None:
     waiting, work_s = levelled(seed, count)
-    rows, place, length_s = waiting.rows, min(place, count - 1), 7.0
+    rows, length_s = waiting.rows, 7.0
     rows.set_alongside([decoding(running)], [[]], -1, NOW_S, BUDGET_S, LEAST_S, PART)
-    decode = native.RUNS, place, cost_s, length_s, 0.0, 0.0
-    rows.try_decode(place, 0.125, 0.25, decode, NOW_S, BUDGET_S, PART)
-    promised = waiting.promised.tolist()
-    tried, cost = {}, {}
-    for row in [row for row in range(count) if promised[row] or row == place]:
+    decode = native.RUNS, -1, cost_s, length_s, 0.0, 0.0
+    rows.try_decode(0.25, decode, NOW_S, BUDGET_S, PART)
+    promised, margins, sum_s = np.flatnonzero(waiting.promised).tolist(), [], 0.0
+    for row in promised:
         window_s = max(float(waiting.due_s[row]) - NOW_S, BUDGET_S)
-        part = max(float(waiting.alongside[row]) + 0.125, 0.25)
-        if row != place:
-            part += PART * plain_mean_s([Decode(cost_s, length_s)], window_s, 0.0)
+        part = max(float(waiting.alongside[row]), 0.25)
+        part += PART * plain_mean_s([Decode(cost_s, length_s)], window_s, 0.0)
         levels = work_s[row]
         steepest = (levels[-1] - levels[-2]) / (FRACTIONS[-1] - FRACTIONS[-2])
-        tried[row] = (
+        tried_s = (
             plain_between(levels, part) if part <= 1.0 else levels[-1] + steepest * (part - 1.0)
         )
-        cost[row] = (tried[row] + OVERHEAD_S) * INFLATION * (1.5 if tried[row] > 20.0 else 1.0)
-        assert rows.tried_s(row) == pytest.approx(tried[row])
-    joined = {row for row in range(count) if promised[row]} | {place}
-    margins = {
-        row: float(waiting.due_s[row]) - sum(cost[other] for other in joined if other <= row)
-        for row in joined
-    }
-    if not promised[place]:
-        least_s = min(margin for row, margin in margins.items() if row >= place)
-        room_s = rows.room_for_promise_s(place, 0.0, OVERHEAD_S, INFLATION, 20.0, 1.5)
-        assert room_s == pytest.approx(least_s)
-    alone = [
-        float(waiting.due_s[row])
-        - sum((tried[other] + OVERHEAD_S) * INFLATION for other in joined if other <= row)
-        for row in sorted(joined)
+        sum_s += (tried_s + OVERHEAD_S) * INFLATION
+        margins.append(float(waiting.due_s[row]) - sum_s)
+    least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
+    assert least_s == pytest.approx(min(margins, default=math.inf))
+    due_s, margins_s = rows.promise_margins(70, 0.0, OVERHEAD_S, INFLATION)
+    assert due_s == [float(waiting.due_s[row]) for row in promised]
+    assert margins_s == pytest.approx(margins)
+
+
+@given(ROWS, st.integers(0, 89))
+def test_a_row_fits_if_all_that_is_kept_is_in_time_with_it(rows: list[Row], place: int) -> None:
+    waiting, rows = queued(rows)
+    if place >= len(rows) or rows[place].rank or rows[place].due_s == math.inf:
+        return
+    kept = [row for row, other in enumerate(rows) if other.rank or row == place]
+    margins = [
+        rows[row].due_s
+        - 0.5
+        - sum(rows[other].work_s + OVERHEAD_S for other in kept if other <= row)
+        for row in kept
+        if row >= place
     ]
-    if promised[place]:
-        least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
-        assert least_s == pytest.approx(min(alone))
-        due_s, margins_s = rows.promise_margins(70, 0.0, OVERHEAD_S, INFLATION)
-        assert due_s == [float(waiting.due_s[row]) for row in sorted(joined)]
-        assert margins_s == pytest.approx(alone)
+    assert waiting.rows.room_with_kept_s(place, 0.5, OVERHEAD_S) == min(margins)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 70), st.sampled_from([0.0, 0.3]), EIGHTHS)
@@ -608,23 +607,22 @@ def test_a_long_prompt_crowds_the_first_promise_without_room_for_short_ones(
 
 @given(st.lists(st.tuples(EIGHTHS, EIGHTHS), max_size=200), st.integers(0, 1 << 32), EIGHTHS)
 def test_decodes_are_counted_until_they_end_or_leave(
-    decodes: list[tuple[float, float]], seed: int, time_s: float
+    decodes: list[tuple[float, float]], seed: int, due_s: float
 ) -> None:
     dice, counted = random.Random(seed), native.Decodes()
-    there: dict[int, tuple[float, float]] = {}
+    there: dict[int, Decode] = {}
     for number, (cost_s, ends_s) in enumerate(decodes):
         counted.add(number, cost_s, ends_s)
-        there[number] = cost_s, ends_s
+        there[number] = Decode(cost_s, ends_s)
         if dice.random() < 0.4:
             gone = dice.choice([*there])
             del there[gone]
             counted.remove(gone)
             counted.remove(gone)
-        assert counted.total_s == sum(cost_s for cost_s, _ in there.values())
+        assert counted.total_s == sum(decode.cost_s for decode in there.values())
     assert len(counted) == len(there)
-    assert counted.at_s(time_s) == sum(
-        cost_s for cost_s, ends_s in there.values() if ends_s > time_s
-    )
+    (mean_s,) = native.Rows().alongside_until_s([counted], [[]], [due_s], 0.0, 0.125, 0.0)
+    assert mean_s == pytest.approx(plain_mean_s([*there.values()], max(due_s, 0.125), 0.0))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), unique=True), st.integers(0, 999))

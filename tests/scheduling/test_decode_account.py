@@ -11,7 +11,7 @@ import pytest
 
 from medha.config import Scheduling
 from medha.request import Request, Slo, SloClass
-from medha.testing import Driven, leftovers, request, scheduler, topology
+from medha.testing import Driven, SingleReplicaRouter, leftovers, request, scheduler, topology
 
 # A batch costs 3 ms, a prompt token 0.1 ms, and so does a decode.
 SETTINGS = Scheduling(max_batch_s=0.05)
@@ -146,13 +146,13 @@ def test_a_decode_costs_a_promise_in_another_group_what_was_tried(spans: bool) -
     account.refresh(0.0)
     rows = promises.waiting[group].rows
 
-    def work_s(*, tried: bool = False) -> float:
-        row = promises.waiting[group].row_of(kept)
-        return rows.tried_s(row) if tried else float(promises.waiting[group].work_s[row])
+    def work_s() -> float:
+        return float(promises.waiting[group].work_s[promises.waiting[group].row_of(kept)])
 
     before_s = work_s()
-    account._try(long, account.cost_s(long), group, 0.0, 0.0, 0.0)
-    tried_s = work_s(tried=True)
+    account._try(long, account.cost_s(long), group, 0.0)
+    (due_s,), (margin_s,) = rows.promise_margins(9, 0.0, 0.0, 1.0)
+    tried_s = due_s - margin_s
     assert tried_s > before_s
     account.count(long, 0.0)
     account.refresh(0.0)
@@ -180,9 +180,8 @@ def test_what_is_promised_later_reckons_with_the_answer_of_a_promised_prompt() -
 
 
 @pytest.mark.parametrize("spans", [False, True])
-def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: bool) -> None:
-    # The promise of the other group has less time left than the decode costs it. They begin at
-    # once, so that the decode runs before the promise is due, though its prompt is due later.
+def test_an_answer_waits_for_a_promise_of_another_group_while_batches_span(spans: bool) -> None:
+    # The promise has less time left than the decode costs it. The prompt is held at its end.
     plan = scheduler(
         topology(kvp=2, tokens_per_group=20_000),
         Scheduling(max_batch_s=0.05, decode_room=0.0),
@@ -194,10 +193,7 @@ def test_a_promise_counts_its_decode_in_other_groups_while_batches_span(spans: b
     kept = request("kept", 9_000, within_s=5.985, output_tokens=2, tpot_s=0.05, promised=True)
     plan.submit(kept, 0.0)
     plan._account.refresh(0.0)
-    long = request("long", 3_000, within_s=40.0, output_tokens=2000, tpot_s=0.05)
-    assert plan.submit(long, 0.0).promised is not spans
-    # Without a promise it is served, and held at its end as long as they span.
-    late = msgspec.structs.replace(long, id="late", promised=False)
+    late = request("late", 3_000, within_s=40.0, output_tokens=2000, tpot_s=0.05, promised=False)
     plan.submit(late, 0.0)
     account, sequence = plan._account, plan._state.by_id["late"]
     assert sequence.assigned_groups != plan._state.by_id["kept"].assigned_groups
@@ -242,7 +238,7 @@ def test_a_promise_counts_its_answer_behind_its_prompt(answer: int) -> None:
     plan.submit(kept, 0.0)
     plan._account.refresh(0.0)
     long = request("long", 20_000, within_s=6.0, output_tokens=answer, tpot_s=0.05)
-    assert plan.submit(long, 0.0).promised is (answer == 2)
+    assert SingleReplicaRouter(plan).decide(long, 0.0).promised is (answer == 2)
 
 
 def test_a_tight_tpot_is_granted_only_as_far_as_promises_allow() -> None:

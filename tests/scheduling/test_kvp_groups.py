@@ -330,7 +330,7 @@ def test_a_failed_copy_changes_nothing() -> None:
 
 def test_pages_that_are_only_reserved_in_a_lost_group_go_with_it() -> None:
     plan = scheduler(topology(kvp=2, tokens_per_group=2000), pages=100)
-    plan.submit(request("long", 3000, within_s=9.0), 0.0)
+    plan.submit(request("long", 3000, within_s=9.0, promised=True), 0.0)
     sequence = plan._state.by_id["long"]
     gone = sequence.assigned_groups[1]
     # As if a growth claim had moved there: pages are reserved in a group that is not assigned.

@@ -25,7 +25,10 @@ def test_who_was_passed_over_for_long_is_waited_for() -> None:
     # Small prompts of 9 pages keep coming and would for ever leave too little for the big one.
     plan = scheduler(settings=Scheduling(growth_timeout_s=8.0), pages=20)
     driven = Driven(plan, seconds=lambda batch, stage: 0.02)
-    driven.submit(request(f"s{n}", 512, 0.1 * n, within_s=9.0, output_tokens=20) for n in range(60))
+    driven.submit(
+        request(f"s{n}", 512, 0.1 * n, within_s=9.0, output_tokens=20, promised=False)
+        for n in range(60)
+    )
     driven.submit([request("big", 1200, 0.5, within_s=9.0)])
     driven.run()
     # It is passed over for a second (an eighth of the timeout), then the next pages are its.

@@ -57,8 +57,8 @@ def test_answers_that_run_count_for_the_next_seconds_if_that_is_more() -> None:
 
 def test_a_load_reports_promises_by_tenant_until_long_after_their_prompts() -> None:
     replica = scheduler()
-    first = msgspec.structs.replace(request("a", 2000), tenant="acme")
-    late = msgspec.structs.replace(request("b", 2000, within_s=0.1), tenant="late")
+    first = msgspec.structs.replace(request("a", 2000, promised=True), tenant="acme")
+    late = msgspec.structs.replace(request("b", 2000, promised=False), tenant="late")
     assert replica.submit(first, 0.0).promised and not replica.submit(late, 0.0).promised
     assert seconds(replica.load(0.0).promised_work) == pytest.approx({"acme": 0.2})
     replica.abort("a", 0.1)

@@ -17,7 +17,7 @@ from medha.scheduling.feasibility import (
     select_victims,
 )
 from medha.scheduling.policies import relative_slack, yielded
-from medha.testing import Driven, request, scheduler, topology
+from medha.testing import Driven, SingleReplicaRouter, request, scheduler, topology
 
 JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=0, max_size=9).map(
     sorted
@@ -95,7 +95,8 @@ def test_the_time_for_short_prompts_to_come_is_known_soon_after_a_start(after_s:
 def test_time_is_set_aside_only_where_prompts_may_be_relegated(when_infeasible: str) -> None:
     plan = scheduler(classes=(SloClass(when_infeasible=when_infeasible),))
     tight = request("tight", 10_000, within_s=1.06)  # one second of work
-    assert plan.submit(tight, 0.0).promised is (when_infeasible == "refuse")
+    decided = SingleReplicaRouter(plan).decide(tight, 0.0)
+    assert decided.promised is (when_infeasible == "refuse")
 
 
 @pytest.mark.parametrize("beyond", [False, True])

@@ -19,7 +19,7 @@ from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueue
 from medha.testing import request
 
-GROUPS, BY_S, GUARD_S = range(3), 0.5, 0.25
+GROUPS, BY_S = range(3), 0.5
 OVERHEAD_S, INFLATION = 0.25, 1.25
 PLUS = 0.125  # decodes alongside a promise that is tried, as a part of the capacity
 
@@ -63,13 +63,11 @@ def drawn(seed: int, count: int) -> list[Prompt]:
     return prompts
 
 
-def plain_margins(
-    prompts: list[Prompt], tried: set[int], newcomer: Prompt | None = None
-) -> dict[int, float]:
+def plain_margins(prompts: list[Prompt], tried: set[int]) -> dict[int, float]:
     """Return the margins of promises over several groups: each prompt waits for all its groups."""
     clock_s, ends_s = dict.fromkeys(GROUPS, 0.0), {}
     promised = sorted(
-        (prompt for prompt in prompts if prompt.waits and (prompt.promised or prompt is newcomer)),
+        (prompt for prompt in prompts if prompt.waits and prompt.promised),
         key=lambda prompt: prompt.key,
     )
     for prompt in promised:
@@ -104,33 +102,13 @@ def queued(prompts: list[Prompt]) -> tuple[dict[int, WaitingQueue], Spans]:
         for group, work_s in prompt.work_s.items() if prompt.waits else ():
             queues[group].add(sequence, [work_s * (1.0 + part) for part in FRACTIONS], 0)
     for queue in queues.values():
-        for row in range(len(queue)):
-            queue.rows.try_decode(row, PLUS, 0.0, NONE_ADDED, 0.0, 1.0, 1.0)
+        queue.rows.try_decode(PLUS, NONE_ADDED, 0.0, 1.0, 1.0)
     spanning = [
         (prompt.key, prompt.number, tuple(prompt.work_s))
         for prompt in prompts
         if len(prompt.work_s) > 1
     ]
     return queues, Spans({group: queue.rows for group, queue in queues.items()}, spanning)
-
-
-@given(st.integers(0, 1 << 32), st.integers(1, 30))
-def test_a_newcomer_fits_where_it_delays_no_promise_beyond_its_deadline(
-    seed: int, count: int
-) -> None:
-    prompts = drawn(seed, count)
-    _, spans = queued(prompts)
-    before = plain_margins(prompts, {*GROUPS})
-    for newcomer in prompts:
-        if newcomer.promised or not newcomer.waits:
-            continue
-        after = plain_margins(prompts, {*GROUPS}, newcomer)
-        fits = all(
-            margin_s >= GUARD_S or margin_s >= before.get(number, math.inf)
-            for number, margin_s in after.items()
-        )
-        terms = GUARD_S, BY_S, OVERHEAD_S, INFLATION
-        assert spans.fit(newcomer.number, newcomer.due_s, *terms) == fits
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 30))

@@ -14,7 +14,7 @@ from medha.batch import Batch, BatchResult, Sampled
 from medha.config import Scheduling
 from medha.errors import ProtocolError
 from medha.scheduling.scheduler import Scheduler
-from medha.testing import Driven, leftovers, request, scheduler, topology
+from medha.testing import Driven, SingleReplicaRouter, leftovers, request, scheduler, topology
 
 GROUP = frozenset({0})
 
@@ -37,8 +37,9 @@ def calls(act: abc.Callable[[], object]) -> int:
 
 def crowd(waiting: int) -> Scheduler:
     plan = scheduler(topology(kvp=2, tokens_per_group=3000), pages=100)
+    router = SingleReplicaRouter(plan)
     for number in range(waiting):
-        plan.submit(request(f"r{number}", 640, within_s=60.0), 0.0)
+        plan.submit(router.decide(request(f"r{number}", 640, within_s=60.0), 0.0), 0.0)
     return plan
 
 

@@ -26,7 +26,7 @@ from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import RequestRecord
 from medha.sim.scenario import LLAMA_3_8B
-from medha.testing import request, scheduler
+from medha.testing import SingleReplicaRouter, request, scheduler
 from medha.topology import Topology
 
 DOCUMENT_TOKENS = 60_000
@@ -47,7 +47,11 @@ def served(
         layout, LLAMA_3_8B, predictor, plan_settings, 400_000, 64, 1 << 21, (slo_class,)
     )
     clock = PipelineClock(Predictor(A100, LLAMA_3_8B, layout), 64, plan.layout)
-    replica = SimReplica("r", plan, clock, loop)
+    replica, router = SimReplica("r", plan, clock, loop), SingleReplicaRouter(plan)
+
+    def arrive(arriving: Request) -> None:
+        replica.submit(router.decide(arriving, loop.now))
+
     budget_s = plan_settings.reference_budget_s(tpot_s, spp)
     for number, (arrival_s, prompt, output) in enumerate(wishes):
         work_s = predictor.at_budget(budget_s).prefill_s(prompt)
@@ -60,7 +64,7 @@ def served(
             ttft_deadline_s=deadline_factor * slo.ttft_deadline_s(work_s),
             tpot_s=tpot_s,
         )
-        loop.at(arrival_s, ARRIVE, functools.partial(replica.submit, wish))
+        loop.at(arrival_s, ARRIVE, functools.partial(arrive, wish))
     loop.run(most_events=2_000_000)
     return replica.records()
 

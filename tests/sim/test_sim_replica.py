@@ -18,6 +18,7 @@ from medha.sim.loop import ARRIVE, Loop
 from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.scenario import LLAMA_3_8B
+from medha.testing import SingleReplicaRouter
 from medha.topology import Topology
 
 PAGE = 64
@@ -52,8 +53,13 @@ def replica(
 
 
 def play(of: SimReplica, requests: list[Request]) -> None:
+    router = SingleReplicaRouter(of.scheduler)
+
+    def arrive(request: Request) -> None:
+        of.submit(router.decide(request, of.loop.now))
+
     for request in requests:
-        of.loop.at(request.arrival_s, ARRIVE, functools.partial(of.submit, request))
+        of.loop.at(request.arrival_s, ARRIVE, functools.partial(arrive, request))
     of.loop.run(most_events=40_000)
 
 

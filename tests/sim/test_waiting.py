@@ -21,6 +21,7 @@ from medha.sim.pipeline_clock import PipelineClock
 from medha.sim.replica import SimReplica
 from medha.sim.report import SHORT_TOKENS, RequestRecord
 from medha.sim.scenario import LLAMA_3_8B
+from medha.testing import SingleReplicaRouter
 from medha.topology import Topology
 
 SETTINGS = Scheduling(max_running=1024)
@@ -29,7 +30,7 @@ Lengths = tuple[int, int]  # prompt and output tokens
 
 
 class Server:
-    """A replica of eight A100 per stage in virtual time."""
+    """A replica of eight A100 per stage in virtual time, and its router."""
 
     def __init__(self, tpot_s: float, spp: int = 1) -> None:
         self.loop, self.slo, layout = Loop(), Slo(tpot_s=tpot_s), Topology(tp=8, spp=spp)
@@ -39,7 +40,10 @@ class Server:
             layout, LLAMA_3_8B, self.predictor, SETTINGS, 400_000, 64, 1 << 21, (slo_class,)
         )
         clock = PipelineClock(Predictor(A100, LLAMA_3_8B, layout), 64, plan.layout)
-        self.replica = SimReplica("r", plan, clock, self.loop)
+        self.replica, self.router = (
+            SimReplica("r", plan, clock, self.loop),
+            SingleReplicaRouter(plan),
+        )
         budget_s = SETTINGS.reference_budget_s(tpot_s, spp)
         self.reference = self.predictor.at_budget(budget_s)
 
@@ -54,7 +58,10 @@ class Server:
             ttft_deadline_s=within_s or self.slo.ttft_deadline_s(work_s),
             tpot_s=self.slo.tpot_s,
         )
-        self.loop.at(at_s, ARRIVE, functools.partial(self.replica.submit, arriving))
+        self.loop.at(at_s, ARRIVE, functools.partial(self._arrive, arriving))
+
+    def _arrive(self, arriving: Request) -> None:
+        self.replica.submit(self.router.decide(arriving, self.loop.now))
 
     def ask_at_load(
         self, name: str, lengths: Sequence[Lengths], load: float, until_s: float, seed: int

@@ -120,7 +120,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     adapter: Name = ""
     weight: Weight = 1.0
-    promised: bool | None = None
+    promised: bool = False
     beyond_share: bool = False
 
     @property

@@ -110,11 +110,6 @@ class Decodes:
         """Count the decode again that was excluded last."""
         self.kernel.add(number, self._excluded_s, self._ends_s[number])
 
-    def at_s(self, time_s: float) -> float:
-        """Return the decode time of a batch at that time."""
-        cost_s: float = self.kernel.at(time_s)
-        return cost_s
-
 
 class Rows:
     """The rows of one group: memory, and the passes over it.
@@ -247,48 +242,20 @@ class Rows:
         return means_s
 
     def try_decode(
-        self,
-        place: int,
-        plus: float,
-        least: float,
-        decode: Added,
-        now: float,
-        budget_s: float,
-        part: float,
+        self, least: float, decode: Added, now: float, budget_s: float, part: float
     ) -> None:
-        """Try the work of the promises, and of the row at `place` if it is not -1.
+        """Try the work of the promises.
 
-        That is the work alongside the decodes that are counted and `plus`, at least `least`, and
-        one `decode` more.
+        That is the work alongside the decodes that are counted, at least `least`, and one `decode`
+        more.
         """
-        self.kernel.try_decode(place, plus, least, now, budget_s, part, decode)
-
-    def tried_s(self, place: int) -> float:
-        """Return the work of a row tried last."""
-        work_s: float = self.kernel.tried(place)
-        return work_s
+        self.kernel.try_decode(least, now, budget_s, part, decode)
 
     # --- promises ---------------------------------------------------------------------------------
 
-    def room_for_promise_s(
-        self,
-        place: int,
-        start: float,
-        overhead_s: float,
-        inflation: float,
-        long_s: float,
-        widened: float,
-    ) -> float:
-        """Return what a promise for the row at `place` leaves; negative if it does not fit.
-
-        By the works tried last. Works beyond `long_s` count `widened`.
-        """
-        room_s: float = self.kernel.room(place, True, start, overhead_s, inflation, long_s, widened)
-        return room_s
-
     def room_with_kept_s(self, place: int, start: float, overhead_s: float) -> float:
         """Return what the row at `place` leaves if it is kept, too; negative if it does not fit."""
-        room_s: float = self.kernel.room(place, False, start, overhead_s, 1.0, 0.0, 1.0)
+        room_s: float = self.kernel.room(place, start, overhead_s)
         return room_s
 
     def least_margin_s(
@@ -506,24 +473,6 @@ class Spans:
             for key, number, held in sorted(prompts)
         ]
         self._kernel: Any = load().Spans(tuple(rows.kernel for rows in groups.values()), places)
-
-    def fit(
-        self,
-        number: int,
-        due_s: float,
-        guard_s: float,
-        by_s: float,
-        overhead_s: float,
-        inflation: float,
-    ) -> bool:
-        """Return whether promises hold, with `guard_s` to spare, if a newcomer gets one, too.
-
-        By the works tried last in each group. `number` and `due_s` are of the newcomer; `by_s`:
-        now, plus the time lost behind stage 0. A promise that is too late already, and no later
-        with the newcomer, is no reason to refuse.
-        """
-        fit: bool = self._kernel.fit(number, due_s, guard_s, by_s, overhead_s, inflation)
-        return fit
 
     def least_s(
         self, group: int, tried: bool, by_s: float, overhead_s: float, inflation: float

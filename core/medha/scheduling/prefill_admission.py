@@ -9,18 +9,16 @@ With promises, what a prompt's answer will take counts too. The account of decod
    that run, those of started prompts, and those of promised long prompts due earlier. Never its
    own. While batches span groups, they wait for the slowest: then those of the group with most.
    What decodes take of one batch is added: the last batch holds them all, but is not full.
-4. A promise is given if every promised work fits its deadline, with `decode_room` or the recent
-   peak of decodes left free for others, and if C holds its own decode at its first token. A router
-   gives that room to short prompts where nothing is relegated.
+4. Routers promise by a report: works that leave `decode_room` or the recent peak of decodes free
+   for others, and what is left of C. Short prompts may use that room where nothing is relegated.
 5. A prompt without a promise starts if every promise still fits alongside its decode.
 6. A long prompt ends once the promises that do not count its decode fit alongside it: all for
    one without a promise, for others those that are due before it.
 7. A TPOT tighter than b stands for is granted if every promise fits the smaller b; else the prompt
-   decodes at the pace that b allows. The first one does too, unless a router has promised it.
+   decodes at the pace that b allows. The first one does too, unless it is promised.
 
 So a promise holds: what decodes take until it is due was counted when they began, and what it
-left free was counted in its work. Prompts held back by 6 are counted in 4, so that they wait no
-longer than the promises given before, and for decodes to end.
+left free was counted in its work.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class DecodeAccount:
         self._counted: dict[int, tuple[int, ...]] = {}
         # Of these, short prompts in progress whose decode is a large part of the capacity.
         self._prefilling: dict[int, Sequence] = {}
-        # Of long prompts without a promise that wait to end: new promises count them, others not.
+        # Of long prompts without a promise that wait to end: no other prompt counts them.
         self._held: dict[int, ComingDecode] = {}
         # Of those that were let end since the last refresh, and are not alongside anything yet.
         self._ending: dict[int, ComingDecode] = {}
@@ -238,7 +236,7 @@ class DecodeAccount:
         if math.isinf(self.tpot_s):  # routers count the first answer that they promise
             granted = sequence.request.promised or self._holds_at(known_s, now)
             self._set_tpot(known_s if granted else self._longest_tpot_s())
-        if sequence.request.promised is False:
+        if not sequence.request.promised:
             tpot_s = max(tpot_s, self._class_tpot_s)
         if tpot_s < self.tpot_s:
             if self._holds_at(tpot_s, now):
@@ -448,8 +446,6 @@ class DecodeAccount:
         cost_s: float,
         length_s: float,
         now: float,
-        *,
-        kept: bool = False,
     ) -> Added:
         """Return the decode that comes after a prompt, as it is added to the rows of a group.
 
@@ -464,34 +460,13 @@ class DecodeAccount:
         if row < 0 or not sequence.remaining_tokens:
             return COMES, -1, cost_s, length_s, 0.0, -math.inf
         begin_s, due_s = self.waiting[of].rows.bare_work_s(row), sequence.key[0]
-        kept = kept or sequence.kept
-        if kept:
+        if sequence.kept:
             begin_s = min(begin_s, max(due_s - now, self.budget_s))
         else:
             begin_s /= max(self.settings.relegated_share, 1e-3)
-        if of != group or not kept:
+        if of != group or not sequence.kept:
             return COMES, -1, cost_s, length_s, begin_s, -math.inf
         return COMES, row, cost_s, length_s, begin_s, due_s
-
-    def try_promise(
-        self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float
-    ) -> None:
-        """Compute what each row's work becomes with a new promise.
-
-        Decodes alongside include its own (`cost_s`), alongside the others, and those of the prompts
-        that are held.
-        """
-        plus = sum(self._part(held.cost_s.get(group, 0.0)) for held in self._held.values())
-        self._try(sequence, cost_s, group, plus, self.promise_part(now), now, kept=True)
-
-    def breaks_elsewhere(self, cost_s: dict[int, float], now: float) -> bool:
-        """Return whether the decode tried last breaks a promise outside the groups of its cost."""
-        return self.spanning and any(
-            self._added_elsewhere_s(group, cost_s) > 0.0
-            and self.promises.least_margin_s(group, now, tried=True) < 0.0
-            for group in self.waiting
-            if group not in cost_s
-        )
 
     def try_nothing(self, group: int, now: float) -> None:
         """Compute what the work of each promise is for a new promise of next to no work.
@@ -500,34 +475,21 @@ class DecodeAccount:
         """
         rows, part = self.waiting[group].rows, self._part(1.0)
         least = self.promise_part(now) if self.promises.sets_aside else 0.0
-        rows.try_decode(-1, 0.0, least, NONE_ADDED, now, self.budget_s, part)
+        rows.try_decode(least, NONE_ADDED, now, self.budget_s, part)
 
-    def _try(
-        self,
-        sequence: Sequence,
-        cost_s: dict[int, float],
-        group: int,
-        plus: float,
-        least: float,
-        now: float,
-        *,
-        kept: bool = False,
-    ) -> None:
-        """Compute what each row's work becomes alongside the sequence's decode, too.
-
-        `kept`: as if the sequence was kept.
-        """
-        queue, decode, part = self.waiting[group], NONE_ADDED, self._part(1.0)
-        row = queue.find(sequence)
+    def _try(self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float) -> None:
+        """Compute what the work of each promise becomes alongside the sequence's decode, too."""
+        decode = NONE_ADDED
         if cost_s and sequence.number not in self._coming:
             length_s, added_s = self._length_s(sequence), cost_s.get(group, 0.0)
             if group not in cost_s and self.spanning:
                 added_s = self._added_elsewhere_s(group, cost_s)
             if self._is_long(sequence):
-                decode = self._added(sequence, group, added_s, length_s, now, kept=kept)
+                decode = self._added(sequence, group, added_s, length_s, now)
             else:
-                decode = RUNS, row, added_s, length_s, 0.0, 0.0
-        queue.rows.try_decode(row, plus, least, decode, now, self.budget_s, part)
+                decode = RUNS, -1, added_s, length_s, 0.0, 0.0
+        rows, part = self.waiting[group].rows, self._part(1.0)
+        rows.try_decode(0.0, decode, now, self.budget_s, part)
 
     def promise_part(self, now: float) -> float:
         """Return the part of the capacity that a new promise reckons with at least.
@@ -586,13 +548,6 @@ class DecodeAccount:
         """Return what the capacity holds alongside the decodes that run, in the fullest group."""
         return max(0.0, self.capacity_s - self._fullest_s())
 
-    def has_room(self, cost_s: float, group: int, first_token_s: float) -> bool:
-        """Return whether the capacity holds a decode of that cost at its first token."""
-        if not cost_s or group not in self.decodes:
-            return True
-        total_s = self.decodes[group].at_s(first_token_s)
-        return total_s + cost_s <= self.capacity_s
-
     # --- admission --------------------------------------------------------------------------------
 
     def is_open_beyond(self, sequence: Sequence) -> bool:
@@ -621,7 +576,7 @@ class DecodeAccount:
                 self._recount(now)
             self.follow_spans(now)
             for group in self.waiting if self.spanning else groups:
-                self._try(sequence, cost_s, group, 0.0, 0.0, now)
+                self._try(sequence, cost_s, group, now)
                 margin_s = self.promises.least_margin_s(group, now, tried=True)
                 if margin_s < 0.0 and margin_s < self.promises.least_margin_s(group, now):
                     self.closed.update(dict.fromkeys(groups, pages))
@@ -638,8 +593,7 @@ class DecodeAccount:
         And after what is left of it, unless it is `guaranteed` that time. Those due after a
         promised long prompt count its decode already; as it has time until it is due, it leaves
         those due before the room that a new promise would. One without a promise may have got more
-        than its share, or another rank since they counted it: it is held until all fit, and those
-        given meanwhile count it.
+        than its share, or another rank since they counted it: it is held until all fit.
         """
         number, promised = sequence.number, sequence.promised
         coming = self._held.get(number) or self._coming.get(number)
@@ -684,7 +638,7 @@ class DecodeAccount:
             cost_s += sum(other.cost_s.get(group, 0.0) for other in others)
             least, part = self.promise_part(now) if leaves_room else 0.0, self._part(1.0)
             decode = RUNS, -1, cost_s, coming.length_s, 0.0, 0.0
-            queue.rows.try_decode(-1, 0.0, least, decode, now, self.budget_s, part)
+            queue.rows.try_decode(least, decode, now, self.budget_s, part)
             delay_s = 0.0
             if delays and is_own:
                 delay_s = float(queue.work_s[queue.row_of(coming.sequence)])

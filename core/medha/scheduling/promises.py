@@ -2,7 +2,7 @@
 
 Each group is one server; a request that needs several groups must fit in each of them. Three ranks:
 
-    promised    at acceptance it fitted alongside all promises, each at its full cost
+    promised    a router found that it fits alongside all promises, each at its full cost
     kept        no promise, but it fits alongside everything that is kept; gives way to new promises
     relegated   all others: they run after the kept ones, with a guaranteed share of the time
 
@@ -73,7 +73,7 @@ class PromiseSet:
         self.least_drain_s = max(0.0, self.drain_s - 0.5 * self.longest_s)
         self.overhead_s = _overhead_s(predictor)
         self.promising = groups.ranked
-        self.gives = self.promising and settings.commit
+        self.keeps_promises = self.promising and settings.commit
         self.relegated_credit_s: dict[int, float] = {}
         self.decoding_s: dict[int, float] = {}
         self.payable_s: dict[int, float] = {}
@@ -120,35 +120,6 @@ class PromiseSet:
         return (work_s + self.overhead_s) * self._inflation
 
     # --- one request ------------------------------------------------------------------------------
-
-    def fits(self, sequence: Sequence, starts: dict[int, float]) -> bool:
-        """Return whether the sequence may be promised, by the works tried last in each group.
-
-        It must fit alongside all promises in each of its groups, and the groups of every promise
-        that spans several must be free together in time. A long prompt must leave room for the
-        short ones that will arrive while it waits and runs. `starts`: when stage 0 of each group is
-        free.
-        """
-        for group, start in starts.items():
-            if group not in self.waiting:
-                return False
-            queue = self.waiting[group]
-            rows, place = queue.rows, queue.row_of(sequence)
-            is_long = rows.tried_s(place) > self.long_s
-            widened = self.widened(self.coming(group, start)) if is_long else 1.0
-            start += self.behind_s(group)
-            room_s = rows.room_for_promise_s(
-                place, start, self.overhead_s, self._inflation, self.long_s, widened
-            )
-            if room_s < 0.0:
-                return False
-        if not self.groups.shared:
-            return bool(starts)
-        by_s = max((at + self.behind_s(of) for of, at in starts.items()), default=0.0)
-        fit = self.groups.spans.fit(
-            sequence.number, sequence.key[0], self.guard_s, by_s, self.overhead_s, self._inflation
-        )
-        return fit and bool(starts)
 
     def fits_with_kept(self, sequence: Sequence, groups: abc.Iterable[int], start: float) -> bool:
         """Return whether a queued sequence fits with all kept ones in those groups."""
@@ -209,12 +180,6 @@ class PromiseSet:
         """Return the factor on a full cost that leaves room for short arrivals."""
         kept = 1.0 / self._inflation
         return kept / (kept - coming)
-
-    def relegate_for_promise(self, group: int, start: float, error: float) -> None:
-        """Relegate the sequences that no longer fit with a new promise."""
-        rows = self._margins(group, start)
-        if rows.least_s < 0.0:
-            self._relegate(group, rows, start, error)
 
     def set_rank(self, sequence: Sequence, *, kept: bool, promised: bool) -> None:
         """Move a sequence to another rank, in every group where it waits."""
@@ -427,7 +392,12 @@ class PromiseSet:
         A protected one gives way to a promise if no other can.
         """
         lost = rows.relegate(self.longest_s, most, protected)
-        if protected is not None and self.gives and not lost and rows.least_promised_s < 0.0:
+        if (
+            protected is not None
+            and self.keeps_promises
+            and not lost
+            and rows.least_promised_s < 0.0
+        ):
             lost = rows.relegate(math.inf, most)
         return lost
 

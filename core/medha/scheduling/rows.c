@@ -2,14 +2,14 @@
  * the extension module `rows`, of which native.py is the only caller.
  *
  *     rows             medha_insert, medha_remove
- *     decodes          medha_begin, medha_end, medha_decodes_at
+ *     decodes          medha_begin, medha_end
  *     work             medha_mean, medha_coming, medha_apply   after a batch
- *                      medha_try                               for a newcomer or a new decode
+ *                      medha_try                               for a new decode
  *     promises         medha_room, medha_least, medha_promises, medha_tight, medha_crowding,
  *                      medha_promise_needs, medha_relegated
  *     one decision     medha_margins, medha_relegate, medha_open, medha_fitting, medha_keep,
  *                      medha_order, medha_few                  with the policy `lars`
- *     several groups   medha_spans_fit, medha_spans_least, medha_spans_lower
+ *     several groups   medha_spans_least, medha_spans_lower
  *     reports          medha_report
  *
  * Rows stand in order of deadline. What every pass reads lies in columns of that order; the rest of
@@ -273,15 +273,6 @@ static double medha_end(struct decodes *decodes, int64_t at)
     return cost;
 }
 
-/* The decode time of a batch at `time`. */
-static double medha_decodes_at(const struct decodes *decodes, double time)
-{
-    double sum = 0.0;
-    for (int64_t i = ended(decodes, time); i < decodes->count; i++)
-        sum += decodes->ends[i] > time ? decodes->cost[i] : 0.0;
-    return sum;
-}
-
 /* --- work alongside decodes ------------------------------------------------------------------- */
 
 /* The seconds of a slot at a part of the decode capacity: `between` of prefill_times.py. */
@@ -396,11 +387,10 @@ static void medha_apply(struct rows *rows, struct range of, double part)
         forget_sums(rows, of.first);
 }
 
-/* TRIAL: the work of every promise, and of the row `place` if it is not -1, alongside the decodes
- * that are counted and `plus`, at least `least` (parts of the capacity), and one decode more, which
- * is not alongside its own row. */
-static void medha_try(struct rows *rows, int64_t place, double plus, double least,
-                      const struct decode *decode, double now, double budget, double part)
+/* TRIAL: the work of every promise alongside the decodes that are counted, at least `least` (a part
+ * of the capacity), and one decode more. */
+static void medha_try(struct rows *rows, double least, const struct decode *decode, double now,
+                      double budget, double part)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *counted = rows->columns + ALONGSIDE * size;
@@ -408,43 +398,37 @@ static void medha_try(struct rows *rows, int64_t place, double plus, double leas
     double *trial = rows->scratch + TRIAL * size;
     const int64_t first = decode->kind == COMES ? first_alongside(rows, decode) : 0;
     struct walk walk = walk_over(promised, count);
-    for (int64_t i = place >= 0 ? place : next_row(&walk); i < count; i = next_row(&walk)) {
+    for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         fetch_slot(rows, i);
         const double window = larger(due[i] - now, budget) - decode->begin;
         double added = 0.0;
-        if (decode->kind == RUNS && i != decode->row)
+        if (decode->kind == RUNS)
             added = decode->cost * smaller(1.0, decode->length / window);
         else if (decode->kind == COMES && i >= first && window > 0.0)
             added = decode->cost * part_of(rows, i, window, decode->length);
-        trial[i] = between(slot_of(rows, i), larger(counted[i] + plus, least) + added * part);
+        trial[i] = between(slot_of(rows, i), larger(counted[i], least) + added * part);
     }
 }
 
 /* --- promises --------------------------------------------------------------------------------- */
 
-/* What is left of the time of a newcomer at `place`, or of a row due later, if the newcomer joins
- * the promises (`firm`: by TRIAL), or else the kept ones: negative if it does not fit. Works beyond
- * `long_above` count `widened`. */
-static double medha_room(const struct rows *rows, int64_t place, int firm, double start,
-                         double overhead, double inflation, double long_above, double widened)
+/* What is left of the time of the row at `place`, or of a kept row due later, if it is kept, too:
+ * negative if it does not fit. */
+static double medha_room(const struct rows *rows, int64_t place, double start, double overhead)
 {
     const int64_t size = rows->capacity, count = rows->count;
-    const double *due = rows->columns + DUE * size;
-    const double *work = firm ? rows->scratch + TRIAL * size : rows->columns + WORK * size;
-    const uint8_t *member = rows->flags + (firm ? PROMISED : KEPT) * size;
-    struct walk walk = walk_over(member, count);
+    const double *due = rows->columns + DUE * size, *work = rows->columns + WORK * size;
+    struct walk walk = walk_over(rows->flags + KEPT * size, count);
     double sum = 0.0, before = 0.0, later = INFINITY;
     for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
-        sum += (work[i] + overhead) * inflation * (work[i] > long_above ? widened : 1.0);
+        sum += work[i] + overhead;
         const double due_in = due[i] - start, margin = due_in - sum;
         if (i < place)
             before = due_in - margin;
         else
             later = smaller(margin, later);
     }
-    const double own =
-        (work[place] + overhead) * inflation * (work[place] > long_above ? widened : 1.0);
-    return smaller(due[place] - start - before, later) - own;
+    return smaller(due[place] - start - before, later) - (work[place] + overhead);
 }
 
 /* The least margin of a promise if everything else gives way, infinite with none: by TRIAL with
@@ -628,12 +612,12 @@ static void medha_report(const struct rows *rows, double now, double short_below
 struct spans {
     struct rows **groups;
     int64_t *numbers, *first, *parts, *row;
-    double *due, *spare, *before;
-    struct reach { int64_t at, newcomer; double sum, free, laid, own, single, least; } *reach;
+    double *due, *spare;
+    struct reach { int64_t at; double sum, free, laid, own, single, least; } *reach;
     int64_t count, group_count;
 };
 
-/* Works that a layout takes: WORK, but TRIAL in the group `tried`, in all with -1. */
+/* Works that a layout takes: WORK, but TRIAL in the group `tried`. */
 struct terms {
     int64_t tried;
     double by, overhead, inflation;
@@ -643,9 +627,8 @@ static double cost_of(const struct spans *spans, int64_t group, int64_t row,
                       const struct terms *terms)
 {
     const struct rows *rows = spans->groups[group];
-    const int tried = terms->tried < 0 || terms->tried == group;
-    const double *work = tried ? rows->scratch + TRIAL * rows->capacity
-                               : rows->columns + WORK * rows->capacity;
+    const double *work = terms->tried == group ? rows->scratch + TRIAL * rows->capacity
+                                               : rows->columns + WORK * rows->capacity;
     return (work[row] + terms->overhead) * terms->inflation;
 }
 
@@ -674,7 +657,7 @@ static int64_t reach(const struct spans *spans, int64_t group, double due, int64
     if (row >= 0)
         end = row + 1;
     for (; of->at < end; of->at++)
-        if (promised[of->at] || of->at == of->newcomer)
+        if (promised[of->at])
             of->sum += cost_of(spans, group, of->at, terms);
     return row;
 }
@@ -683,7 +666,7 @@ static int64_t reach(const struct spans *spans, int64_t group, double due, int64
  * to do: a prompt of one group is laid out behind the work of its group, this one phase by phase
  * behind all of its groups. The k-th group works from phase k on, so that phase k lasts the k-th
  * group's work less that of the next. */
-static double end_of(const struct spans *spans, int64_t k, int64_t focus, int64_t newcomer,
+static double end_of(const struct spans *spans, int64_t k, int64_t focus,
                      const struct terms *terms)
 {
     const int64_t *first = spans->parts + spans->first[k], *last = spans->parts + spans->first[k + 1];
@@ -698,7 +681,7 @@ static double end_of(const struct spans *spans, int64_t k, int64_t focus, int64_
             continue;
         if (*part == focus)
             spans->row[k] = row;
-        counts = (rows->flags[PROMISED * rows->capacity + row] || spans->numbers[k] == newcomer) &&
+        counts = rows->flags[PROMISED * rows->capacity + row] &&
                  slot_of(rows, row)[TOKENS] > 0.0;
         of->own = cost_of(spans, *part, row, terms);
         of->single = of->sum - of->own - of->laid;
@@ -726,21 +709,14 @@ static double end_of(const struct spans *spans, int64_t k, int64_t focus, int64_
 }
 
 /* Each prompt's margin, the smaller of its own and those of promises laid out behind it; infinite
- * without a promise. `newcomer`, due at `due`, is promised, too; none with -1. */
-static void lay_out(const struct spans *spans, int64_t focus, int64_t newcomer, double due,
-                    const struct terms *terms, double *spare)
+ * without a promise. */
+static void lay_out(const struct spans *spans, int64_t focus, const struct terms *terms)
 {
-    for (int64_t group = 0; group < spans->group_count; group++) {
-        const struct rows *rows = spans->groups[group];
-        const double *all_due = rows->columns + DUE * rows->capacity;
-        int64_t row = newcomer < 0 ? rows->count : 0;
-        while (row < rows->count && all_due[row] < due)
-            row++;
-        spans->reach[group] = (struct reach){
-            .newcomer = row_from(rows, row, due, newcomer), .least = INFINITY};
-    }
+    double *spare = spans->spare;
+    for (int64_t group = 0; group < spans->group_count; group++)
+        spans->reach[group] = (struct reach){.least = INFINITY};
     for (int64_t k = 0; k < spans->count; k++)
-        spare[k] = end_of(spans, k, focus, newcomer, terms);
+        spare[k] = end_of(spans, k, focus, terms);
     for (int64_t k = spans->count - 1; k >= 0; k--) {
         const int64_t *first = spans->parts + spans->first[k];
         const int64_t *last = spans->parts + spans->first[k + 1];
@@ -756,25 +732,6 @@ static void lay_out(const struct spans *spans, int64_t focus, int64_t newcomer, 
     }
 }
 
-/* Whether promises that span groups keep `guard` to spare with the newcomer, by TRIAL. One that is
- * too late already, and no later with the newcomer, is no reason to refuse. */
-static int medha_spans_fit(const struct spans *spans, int64_t newcomer, double due, double guard,
-                           double by, double overhead, double inflation)
-{
-    const struct terms terms = {-1, by, overhead, inflation};
-    int tight = 0;
-    lay_out(spans, -1, newcomer, due, &terms, spans->spare);
-    for (int64_t k = 0; k < spans->count; k++)
-        tight |= spans->spare[k] < guard;
-    if (!tight)
-        return 1;
-    lay_out(spans, -1, -1, 0.0, &terms, spans->before);
-    for (int64_t k = 0; k < spans->count; k++)
-        if (spans->spare[k] < guard && spans->spare[k] < spans->before[k])
-            return 0;
-    return 1;
-}
-
 /* The least margin of a promise of `group` that spans groups, infinite with none: with `tried` by
  * TRIAL there, else by WORK. */
 static double medha_spans_least(const struct spans *spans, int64_t group, int tried, double by,
@@ -782,7 +739,7 @@ static double medha_spans_least(const struct spans *spans, int64_t group, int tr
 {
     const struct terms terms = {tried ? group : spans->group_count, by, overhead, inflation};
     double least = INFINITY;
-    lay_out(spans, group, -1, 0.0, &terms, spans->spare);
+    lay_out(spans, group, &terms);
     for (int64_t k = 0; k < spans->count; k++)
         if (spans->row[k] >= 0)
             least = smaller(spans->spare[k], least);
@@ -796,7 +753,7 @@ static void medha_spans_lower(const struct spans *spans, int64_t group, double b
     const struct terms terms = {spans->group_count, by, overhead, inflation};
     struct rows *rows = spans->groups[group];
     double *left = rows->scratch + LEFT * rows->capacity;
-    lay_out(spans, group, -1, 0.0, &terms, spans->spare);
+    lay_out(spans, group, &terms);
     for (int64_t k = 0; k < spans->count; k++) {
         const int64_t row = spans->row[k];
         if (row < 0 || spans->spare[k] == INFINITY)
@@ -1381,31 +1338,22 @@ ROWS_METHOD(alongside_until)
 ROWS_METHOD(try_decode)
 {
     struct decode decode;
-    double plus, least, now, budget, part;
-    int64_t row;
-    if (given != 7)
-        return PyErr_Format(PyExc_TypeError, "7 arguments, not %zd", given);
-    if (!take(arguments, 6, &self->rows, "oddddd", &row, &plus, &least, &now, &budget, &part) ||
-        !take_decode(arguments[6], &self->rows, &decode))
+    double least, now, budget, part;
+    if (given != 5)
+        return PyErr_Format(PyExc_TypeError, "5 arguments, not %zd", given);
+    if (!take(arguments, 4, &self->rows, "dddd", &least, &now, &budget, &part) ||
+        !take_decode(arguments[4], &self->rows, &decode))
         return NULL;
-    medha_try(&self->rows, row, plus, least, &decode, now, budget, part);
+    medha_try(&self->rows, least, &decode, now, budget, part);
     Py_RETURN_NONE;
-}
-
-ROWS_METHOD(tried)
-{
-    int64_t row;
-    TAKE("r", &row);
-    return PyFloat_FromDouble(self->rows.scratch[TRIAL * self->rows.capacity + row]);
 }
 
 ROWS_METHOD(room)
 {
-    double start, overhead, inflation, long_above, widened;
-    int64_t row, firm;
-    TAKE("rnddddd", &row, &firm, &start, &overhead, &inflation, &long_above, &widened);
-    return PyFloat_FromDouble(medha_room(&self->rows, row, firm != 0, start, overhead, inflation,
-                                         long_above, widened));
+    double start, overhead;
+    int64_t row;
+    TAKE("rdd", &row, &start, &overhead);
+    return PyFloat_FromDouble(medha_room(&self->rows, row, start, overhead));
 }
 
 ROWS_METHOD(least_margin)
@@ -1580,12 +1528,12 @@ static PyMethodDef rows_methods[] = {
     METHOD(rows, remove),          METHOD(rows, update),          METHOD(rows, set_flags),
     METHOD(rows, start),           METHOD(rows, work),            METHOD(rows, bare_work),
     METHOD(rows, set_alongside),   METHOD(rows, alongside_until), METHOD(rows, try_decode),
-    METHOD(rows, tried),           METHOD(rows, room),            METHOD(rows, least_margin),
-    METHOD(rows, promises),        METHOD(rows, tight),           METHOD(rows, crowding),
-    METHOD(rows, promise_needs),   METHOD(rows, work_before),     METHOD(rows, report),
-    METHOD(rows, margins),         METHOD(rows, margin),          METHOD(rows, relegate),
-    METHOD(rows, open),            METHOD(rows, fitting),         METHOD(rows, keep),
-    METHOD(rows, order),           METHOD(rows, few),             METHOD(rows, relegated),
+    METHOD(rows, room),            METHOD(rows, least_margin),    METHOD(rows, promises),
+    METHOD(rows, tight),           METHOD(rows, crowding),        METHOD(rows, promise_needs),
+    METHOD(rows, work_before),     METHOD(rows, report),          METHOD(rows, margins),
+    METHOD(rows, margin),          METHOD(rows, relegate),        METHOD(rows, open),
+    METHOD(rows, fitting),         METHOD(rows, keep),            METHOD(rows, order),
+    METHOD(rows, few),             METHOD(rows, relegated),
     {NULL, NULL, 0, NULL},
 };
 
@@ -1667,16 +1615,8 @@ DECODES_METHOD(remove)
     return PyFloat_FromDouble(medha_end(&self->decodes, at));
 }
 
-DECODES_METHOD(at)
-{
-    double time;
-    if (!take(arguments, given, NULL, "d", &time))
-        return NULL;
-    return PyFloat_FromDouble(medha_decodes_at(&self->decodes, time));
-}
-
 static PyMethodDef decodes_methods[] = {
-    METHOD(decodes, add), METHOD(decodes, remove), METHOD(decodes, at), {NULL, NULL, 0, NULL},
+    METHOD(decodes, add), METHOD(decodes, remove), {NULL, NULL, 0, NULL},
 };
 
 static void decodes_free(struct Decodes *self)
@@ -1701,7 +1641,7 @@ static PyType_Slot decodes_slots[] = {
 static int lay_arrays(struct Spans *self, int64_t groups, int64_t prompts, int64_t parts)
 {
     struct spans *spans = &self->spans;
-    const int64_t words = groups * (1 + (int64_t)sizeof *spans->reach / 8) + 6 * prompts + 1 + parts;
+    const int64_t words = groups * (1 + (int64_t)sizeof *spans->reach / 8) + 5 * prompts + 1 + parts;
     char *memory = self->memory = PyMem_Calloc((size_t)words, 8);
     if (!memory)
         return 0;
@@ -1711,7 +1651,6 @@ static int lay_arrays(struct Spans *self, int64_t groups, int64_t prompts, int64
     spans->row = (int64_t *)memory, memory += 8 * prompts;
     spans->due = (double *)memory, memory += 8 * prompts;
     spans->spare = (double *)memory, memory += 8 * prompts;
-    spans->before = (double *)memory, memory += 8 * prompts;
     spans->first = (int64_t *)memory, memory += 8 * (prompts + 1);
     spans->parts = (int64_t *)memory;
     spans->count = prompts, spans->group_count = groups;
@@ -1768,17 +1707,6 @@ static PyObject *spans_new(PyTypeObject *type, PyObject *arguments, PyObject *na
     return (PyObject *)self;
 }
 
-SPANS_METHOD(fit)
-{
-    double due, guard, by, overhead, inflation;
-    int64_t newcomer;
-    if (!take(arguments, given, NULL, "nddddd", &newcomer, &due, &guard, &by, &overhead,
-              &inflation))
-        return NULL;
-    return PyBool_FromLong(
-        medha_spans_fit(&self->spans, newcomer, due, guard, by, overhead, inflation));
-}
-
 /* Takes (index of a group, …). */
 static int take_group(struct Spans *self, PyObject *const *arguments, Py_ssize_t given,
                       int64_t *group, int64_t *tried, double *by, double *overhead,
@@ -1813,7 +1741,7 @@ SPANS_METHOD(lower)
 }
 
 static PyMethodDef spans_methods[] = {
-    METHOD(spans, fit), METHOD(spans, least), METHOD(spans, lower), {NULL, NULL, 0, NULL},
+    METHOD(spans, least), METHOD(spans, lower), {NULL, NULL, 0, NULL},
 };
 
 static void spans_free(struct Spans *self)

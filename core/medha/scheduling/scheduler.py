@@ -88,7 +88,7 @@ class Scheduler:
         sequence = Sequence(state.next_number(), request, used_hashes)
         state.add(sequence)
         self._account.grant(sequence, now)
-        promised = self._promises.gives and bool(request.promised)
+        promised = self._promises.keeps_promises and bool(request.promised)
         cached = self._lifecycle.assign_groups(sequence, now if promised else None)
         work_s = request.work_s or self._idle_work_s(sequence, cached)
         norm_s = normaliser_s(
@@ -98,7 +98,8 @@ class Scheduler:
         sequence.set_rank(promised, promised)
         work_by_group = self._queues.enqueue(sequence, cached)
         self._promises.loss_cap.count_decided(sequence, now)
-        promised = self._promise(sequence, work_by_group, now)
+        if self._promises.promising and sequence.assigned_groups:
+            self._rank(sequence, work_by_group, now)
         if promised:
             self._promised_work.charge(request.tenant, work_s, now, short=is_short(work_s))
             if is_short(work_s):
@@ -126,60 +127,23 @@ class Scheduler:
                 f" most {most} (context {self.max_context_tokens}, KV {capacity}); shorten it",
             )
 
-    def _promise(self, sequence: Sequence, work_s: dict[int, float], now: float) -> bool:
-        """Return whether the sequence gets a promise: from admission, or because it fits now.
+    def _rank(self, sequence: Sequence, work_s: dict[int, float], now: float) -> None:
+        """Start a promised sequence at once, or keep another one if it fits with all kept ones.
 
-        It must fit in time and in pages. A promise reserves its pages and cached pages at once.
-        `work_s`: its work by group.
+        A promise reserves its pages and cached pages. `work_s`: the sequence's work by group.
         """
-        promises, admission = self._promises, self._admission
-        if not promises.promising or not sequence.assigned_groups:
-            return sequence.promised
+        promises = self._promises
         if not sequence.request.beyond_share:
             promises.count_arrival(work_s, now)
         self._account.follow_spans(now)
         self._account.count_alongside(sequence, now)
         if sequence.promised:
-            admission.try_start(sequence, now)
-            return True
-        batch_s = self._account.budget_s
-        starts = {group: now + self._in_flight.lead_s(group, now, batch_s) for group in work_s}
-        fits = self._may_promise(sequence, starts, now)
-        sequence.set_rank(sequence.kept, fits)
-        if fits and admission.try_start(sequence, now):
-            promises.set_rank(sequence, kept=True, promised=True)
-            for group in work_s:
-                promises.relegate_for_promise(group, starts[group], self.predictor.error)
-        else:
-            sequence.set_rank(sequence.kept, False)
-            if not sequence.request.beyond_share and promises.fits_with_kept(
-                sequence, work_s, max(starts.values())
-            ):
+            self._admission.try_start(sequence, now)
+        elif not sequence.request.beyond_share:
+            batch_s = self._account.budget_s
+            start = now + max(self._in_flight.lead_s(group, now, batch_s) for group in work_s)
+            if promises.fits_with_kept(sequence, work_s, start):
                 promises.set_rank(sequence, kept=True, promised=False)
-        return sequence.promised
-
-    def _may_promise(self, sequence: Sequence, starts: dict[int, float], now: float) -> bool:
-        """Return whether all promises would hold alongside a promise to the sequence."""
-        promises, admission, account = self._promises, self._admission, self._account
-        if sequence.request.promised is not None or not promises.gives:
-            return False
-        if not admission.free_places:
-            return False
-        if any(
-            admission.longest_passed_over(self._waiting[group], now) is not None for group in starts
-        ):
-            return False
-        cost_s = account.cost_s(sequence)
-        for group in self._waiting:
-            account.try_promise(sequence, cost_s, group, now)
-        if not promises.fits(sequence, starts) or account.breaks_elsewhere(cost_s, now):
-            return False
-        return all(
-            account.has_room(
-                cost_s.get(group, 0.0), group, start + self._waiting[group].least_work_s(sequence)
-            )
-            for group, start in starts.items()
-        )
 
     def _expected_ttft_s(self, sequence: Sequence, now: float) -> float:
         """Return the seconds until the first token, if nothing more urgent arrives."""

@@ -239,10 +239,6 @@ class WaitingQueue:
         self._oldest_s = float(since_s[oldest])
         return self.sequences[oldest] if self._oldest_s < before_s else None
 
-    def least_work_s(self, sequence: Sequence) -> float:
-        """Return the seconds that the sequence takes with no decodes alongside it."""
-        return self.rows.bare_work_s(self.row_of(sequence))
-
     def _take_turn(self, arrival_s: float, id_: str) -> float:
         """Return a number between those of the arrivals before and after."""
         arrivals, at = self._arrivals, len(self._arrivals)

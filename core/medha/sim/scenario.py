@@ -13,7 +13,7 @@
 
 `load` is offered work over capacity (ρ, see `offered_load`). With `admission = true`, requests pass
 admission and one queue for all replicas. Without it, each goes to the replica with the least
-pending work and none is refused, to compare policies alone.
+pending work; no router refuses or promises anything.
 """
 
 from __future__ import annotations
