@@ -21,12 +21,13 @@ def test_a_prompt_that_does_not_fit_is_passed_over_for_smaller_ones() -> None:
     assert [chunk.seq for chunk in batch.chunks] == [1, 3]
 
 
-def test_who_was_passed_over_for_long_is_waited_for() -> None:
+@pytest.mark.parametrize("promised", [False, None])
+def test_who_was_passed_over_for_long_is_waited_for(promised: bool | None) -> None:
     # Small prompts of 9 pages keep coming and would for ever leave too little for the big one.
     plan = scheduler(settings=Scheduling(growth_timeout_s=8.0), pages=20)
     driven = Driven(plan, seconds=lambda batch, stage: 0.02)
     driven.submit(
-        request(f"s{n}", 512, 0.1 * n, within_s=9.0, output_tokens=20, promised=False)
+        request(f"s{n}", 512, 0.1 * n, within_s=9.0, output_tokens=20, promised=promised)
         for n in range(60)
     )
     driven.submit([request("big", 1200, 0.5, within_s=9.0)])

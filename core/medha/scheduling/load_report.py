@@ -11,7 +11,7 @@ import numpy as np
 from medha.messages.fields import GroupMargins, Load
 from medha.scheduling.interface import Ahead
 from medha.scheduling.native import WorkSums
-from medha.scheduling.prefill_admission import DecodeAccount
+from medha.scheduling.prefill_admission import DecodeAccount, PrefillAdmission
 from medha.scheduling.state import SchedulerState
 from medha.tenants import TenantWork
 
@@ -22,16 +22,13 @@ MARGINS = 256
 def report(
     state: SchedulerState,
     account: DecodeAccount,
-    free_places: int,
+    admission: PrefillAdmission,
     predicted_tpot_s: float,
     wanted_groups: int,
     promised_work: tuple[TenantWork, ...],
     now: float,
 ) -> Load:
-    """Summarise all groups in a few numbers and two short lists.
-
-    `free_places`: sequences that may still start.
-    """
+    """Summarise all groups in a few numbers and two short lists."""
     queues, promises, pool = state.queues.by_group, state.promises, state.pool
     running = sorted(queues)
     groups = range(max(running) + 1) if running else range(0)
@@ -51,7 +48,9 @@ def report(
         waiting=waiting,
         prefilling=prefilling,
         decoding=len(state.running),
-        free_pages=tuple(pool[group].available if group in running else -1 for group in groups),
+        free_pages=tuple(
+            admission.free_pages(group, now) if group in running else -1 for group in groups
+        ),
         total_pages=tuple(pool[group].total if group in running else -1 for group in groups),
         claimable_pages=max(0, pool.claimable),
         page_tokens=pool.page_tokens,
@@ -59,7 +58,7 @@ def report(
         budget_s=account.budget_s,
         decode_capacity_s=account.capacity_s,
         decode_room_s=account.room_s(),
-        free_places=free_places,
+        free_places=admission.free_places,
         decode_parts=account.promise_parts(now, spans=False) if running else (),
         spanning_parts=account.promise_parts(now, spans=True) if running else (),
         long_factor=1.0 if best is None else promises.widened(promises.coming(best, now)),

@@ -733,9 +733,25 @@ class PrefillAdmission:
         if now >= queue.noted_s:
             queue.pass_over(limit, now, now + self.patience_s / RECORDS)
         if aged is not None and self._may_take_pages(aged, group):
-            limit = max(small, available - self.queues.pages_needed(aged))
+            limit = self._pages_beside(aged, group)
         most = self.max_pages(group)
         return min(limit, most), most
+
+    def free_pages(self, group: int, now: float) -> int:
+        """Return how many pages of a group new promises may take.
+
+        Not those for which a prompt waits that was passed over for too long, but small ones pass.
+        """
+        aged = self.longest_passed_over(self.queues.by_group[group], now)
+        if aged is None:
+            return self.groups.pool.groups[group].available
+        return self._pages_beside(aged, group)
+
+    def _pages_beside(self, aged: Sequence, group: int) -> int:
+        """Return how many pages of a group others may take while a prompt waits for pages."""
+        pages = self.groups.pool.groups[group]
+        small = min(pages.total // 16, pages.available)
+        return max(small, pages.available - self.queues.pages_needed(aged))
 
     def max_pages(self, group: int) -> int:
         """Return how many pages a row of the group may need to start."""

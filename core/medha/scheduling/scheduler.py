@@ -296,7 +296,7 @@ class Scheduler:
         return report(
             self._state,
             self._account,
-            self._admission.free_places,
+            self._admission,
             self._builder.decode_tpot_s(),
             self.wanted_groups(now),
             self._promised_work.report(now),
