@@ -98,7 +98,7 @@ def build(target: str, device: str) -> str:
     """
     program = builder()
     verb = ["bud", "--isolation", "chroot", "--layers"] if program == "buildah" else ["build"]
-    needed = BASES if target == "worker" else ("BASE",)
+    needed = ("BASE",) if target == "operator" else BASES
     bases = {name: given_base(name) for name in needed}
     if program == "buildah":
         bases = {name: given or own_base(name) for name, given in bases.items()}
