@@ -130,7 +130,7 @@ class ScheduledEngine:
             self.most_held = max(self.most_held, held)
         pool = state.pool[0]
         pool.check()
-        free = torch.tensor(pool._free.tolist(), dtype=torch.int64)
+        free = torch.tensor(pool._free[: pool._free_count].tolist(), dtype=torch.int64)
         self.engine.kv.memory.index_fill_(1, free, float("nan"))
 
     @torch.inference_mode()
