@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TARGETS = ("operator", "router", "worker")
 BUILDERS = {"docker": ("buildx", "ls"), "buildah": ("info",), "podman": ("info",)}
 """Builders in order of preference, each with a command that succeeds if it can build."""
-BASES = {"BASE": (), "BUILDER": ("gcc", "g++", "libc6-dev", "python3-dev")}
+BASES = {"BASE": (), "BUILDER": ("gcc", "g++", "libc6-dev")}
 """Base images by their name in the Dockerfile, with packages to add to Debian's Python."""
 BASE_DIGEST = "org.opencontainers.image.base.digest"
 """Annotation with which an image names its base; buildah's own value is that of a cached layer."""
