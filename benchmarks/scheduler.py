@@ -39,7 +39,6 @@ GRID = (
     *((waiting, decodes) for waiting in (100, 1_000, 10_000) for decodes in (64, 512, 2_048)),
     (1_000, 256),
 )
-TPOT_S, OUTPUT_TOKENS = 0.1, 4_096
 # Requests that arrive together while the population grows.
 TOGETHER = 64
 
@@ -97,15 +96,14 @@ class Population:
             else min(16_000, max(16, int(self.dice.lognormvariate(6.9, 1.0))))
         )
         work_s = self.predictor.prefill_s(tokens)
-        deadline_s = max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0)
         self.count += 1
         arriving = Request(
             id=f"r{self.count}",
             arrival_s=self.now,
             prompt_tokens=tokens,
-            tpot_s=TPOT_S,
-            max_output_tokens=OUTPUT_TOKENS,
-            ttft_deadline_s=deadline_s,
+            tpot_s=0.1,
+            max_output_tokens=4_096,
+            ttft_deadline_s=max(0.5, 1.5 * work_s) + self.dice.uniform(0.0, 60.0),
             work_s=work_s,
         )
         return self.router.decide_by_last(arriving, self.now)
