@@ -46,7 +46,7 @@ import uvloop
 from benchmarks.router_bodies import chat, text
 from rich.console import Console
 from rich.table import Table
-from tests.support.http_load import Reply, arrive, connect, saturate
+from tests.support.http_load import Reply, arrive, connect, kept_open, saturate
 from tests.support.instant_replica import MODEL, train_tokenizer
 
 from medha.adapters.sockets import write_keys
@@ -370,19 +370,20 @@ def first_tokens(
     """
     rate *= share
     bodies = [texts.chat(1024, stream=True) for _ in range(int(rate * BURST_S))]
-    with instant_worker() as port:
-        direct = arrive(("127.0.0.1", port), CHAT, bodies, rate, 3)
+    with instant_worker() as port, kept_open(("127.0.0.1", port)) as exchanges:
+        direct = arrive(exchanges, CHAT, bodies, rate, 3)
     replies: list[Reply] = []
     cpu_s = took_s = 0.0
-    for burst in range(1 + round(seconds / BURST_S)):
-        bodies = [texts.chat(1024, stream=True) for _ in bodies]
-        time.sleep(REST_S)
-        before, began_s = sum(target.cpu_s().values()), time.monotonic()
-        burst_replies = arrive(("127.0.0.1", target.port), CHAT, bodies, rate, burst)
-        if burst:
-            replies += burst_replies
-            took_s += time.monotonic() - began_s
-            cpu_s += sum(target.cpu_s().values()) - before
+    with kept_open(("127.0.0.1", target.port)) as exchanges:
+        for burst in range(1 + round(seconds / BURST_S)):
+            bodies = [texts.chat(1024, stream=True) for _ in bodies]
+            time.sleep(REST_S)
+            before, began_s = sum(target.cpu_s().values()), time.monotonic()
+            burst_replies = arrive(exchanges, CHAT, bodies, rate, burst)
+            if burst:
+                replies += burst_replies
+                took_s += time.monotonic() - began_s
+                cpu_s += sum(target.cpu_s().values()) - before
     direct_ms = percentile([1e3 * reply.first_s for reply in _checked(direct, b"quick")], 0.5)
     added_ms = [1e3 * reply.first_s - direct_ms for reply in _checked(replies, b"quick")]
     load = f"at {share:.0%} load"

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -124,8 +124,16 @@ async def saturate(
     return replies
 
 
+@contextlib.contextmanager
+def kept_open(address: tuple[str, int]) -> Iterator[list[Exchange]]:
+    """Open OPEN_CONNECTIONS connections, which the server accepts while nothing else is asked."""
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(_opened(address)) for _ in range(OPEN_CONNECTIONS)]
+        yield [Exchange(link) for link in links]
+
+
 def arrive(
-    address: tuple[str, int], path: str, bodies: Sequence[bytes], rate: float, seed: int
+    exchanges: Iterable[Exchange], path: str, bodies: Sequence[bytes], rate: float, seed: int
 ) -> list[Reply]:
     """Send each body at a Poisson time, `rate` a second; waits for all replies.
 
@@ -133,15 +141,9 @@ def arrive(
     client that waits for a CPU adds nothing. Time that a request waits for a free connection counts
     in its reply.
     """
-    with contextlib.ExitStack() as stack:
-        free = [_Exchange(stack.enter_context(_opened(address))) for _ in range(OPEN_CONNECTIONS)]
-        return _arrive(free, [request_of(path, body) for body in bodies], rate, random.Random(seed))
-
-
-def _arrive(
-    free: list[_Exchange], requests: Sequence[bytes], rate: float, random_: random.Random
-) -> list[Reply]:
-    busy: dict[socket.socket, _Exchange] = {}
+    requests, random_ = [request_of(path, body) for body in bodies], random.Random(seed)
+    free = list(exchanges)
+    busy: dict[socket.socket, Exchange] = {}
     replies: list[Reply] = []
     due: collections.deque[tuple[float, bytes]] = collections.deque()
     due_s = time.monotonic()
@@ -177,7 +179,7 @@ def _opened(address: tuple[str, int]) -> socket.socket:
     return link
 
 
-class _Exchange:
+class Exchange:
     """Kept connection of `arrive`, with at most one request under way. Times are Unix times."""
 
     def __init__(self, link: socket.socket) -> None:

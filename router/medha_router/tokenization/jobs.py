@@ -90,6 +90,8 @@ class _PromptState:
         self._source, self._job, self._encoder = source, job, encoder
         self._where = "messages" if job.chat else "prompt"
         self._opening, self._closing = b"", b""
+        # Tokens that the tokenizer may have and the model's weights lack.
+        self._checks_ids = bool(job.vocab) and encoder.vocab > job.vocab
         if isinstance(source, str):
             self._check_bytes(source)
             self._ends = encoder.cut(source)
@@ -150,7 +152,8 @@ class _PromptState:
         self._next = last
         self._count += sum(map(len, parts)) // 4
         self._check_tokens()
-        self._check_ids(parts)
+        if self._checks_ids:
+            self._check_ids(parts)
         return [(tokens, self._names(tokens)) for tokens in parts]
 
     def _names(self, tokens: bytes) -> bytes:
@@ -168,7 +171,7 @@ class _PromptState:
         """Decline tokens that the tokenizer has and the model's weights lack."""
         vocab = self._job.vocab
         largest = max(int(np.frombuffer(tokens, "<i4").max(initial=0)) for tokens in parts)
-        if vocab and largest >= vocab:
+        if largest >= vocab:
             raise RequestError(
                 f"{self._where} holds the token id {largest}, which the tokenizer has and the "
                 f"model, of {vocab} tokens, does not: leave out that special token",

@@ -31,12 +31,16 @@ PROBE = "a"
 
 
 class TextEncoder:
-    """Encodes texts with `threads` threads; not safe for use by several threads at once."""
+    """Encodes texts with `threads` threads; not safe for use by several threads at once.
+
+    `vocab`: all its token ids are below.
+    """
 
     def __init__(self, tokenizer: Tokenizer, threads: int = 0) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.vocab = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._borders = borders_of(tokenizer.to_str())
         self._words: dict[str, bytes] = {}
         self._threads = threads or os.cpu_count() or 1
