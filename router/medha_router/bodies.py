@@ -194,5 +194,5 @@ async def send_body(send: Send, parts: Iterable[bytes | memoryview]) -> None:
 
 def owner_of(request: Request) -> str:
     """Return whose share of memory a request takes: of a tenant or an address."""
-    client: Client | None = getattr(request.state, "client", None)
+    client: Client | None = request.scope.get("state", {}).get("client")
     return client.owner if client is not None else ""

@@ -165,12 +165,11 @@ class ClientRequest:
     @property
     def cost(self) -> RequestCost:
         """Cost of all its generations, each on an idle replica and of its full length."""
-        requests = [generation.request for generation in self.generations]
-        return RequestCost(
-            prompt_tokens=self.prompt_tokens,
-            most_tokens=sum(request.max_output_tokens for request in requests),
-            work_s=sum(request.work_s for request in requests),
-        )
+        most_tokens, work_s = 0, 0.0
+        for generation in self.generations:
+            most_tokens += generation.request.max_output_tokens
+            work_s += generation.request.work_s
+        return RequestCost(prompt_tokens=self.prompt_tokens, most_tokens=most_tokens, work_s=work_s)
 
     @property
     def done(self) -> bool:
@@ -203,16 +202,16 @@ class ClientRequest:
 
     @property
     def output_tokens(self) -> int:
-        return sum(len(generation.output.tokens) for generation in self.generations)
+        return sum([len(generation.output.tokens) for generation in self.generations])
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts; each counts once, even with several outputs."""
-        return sum(generation.prompt.length for generation in self.generations[:: self.params.n])
+        return sum([generation.prompt.length for generation in self.generations[:: self.params.n]])
 
     @property
     def cached_tokens(self) -> int:
-        return sum(generation.cached_tokens for generation in self.generations[:: self.params.n])
+        return sum([generation.cached_tokens for generation in self.generations[:: self.params.n]])
 
     @property
     def reasoning_tokens(self) -> int:

@@ -16,7 +16,7 @@ import heapq
 import logging
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 
 import msgspec
 
@@ -315,6 +315,9 @@ class ModelRegistry(Mapping[str, ServedModel]):
 
     def __len__(self) -> int:
         return len(self._models)
+
+    def values(self) -> ValuesView[ServedModel]:
+        return self._models.values()
 
     def named(self, name: str) -> tuple[ServedModel, str] | None:
         """Return the model and the adapter ("": none) that a client names; None if unknown.

@@ -11,6 +11,7 @@ the default everywhere.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
@@ -136,6 +137,7 @@ GRAMMAR_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
+_grammar_fields = operator.attrgetter(*GRAMMAR_FIELDS)
 DEFAULTED = GenerationDefaults.__struct_fields__
 MAX_DEFAULT_BYTES = 64  # no default value is longer, so a longer one is not read
 MAX_TEMPLATE_VALUES_BYTES = 16 << 10
@@ -656,7 +658,7 @@ def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
     An output that must call tools has no answer, so that no `response_format` holds for it. Clients
     of old and new vLLM send `guided_…` along with `structured_outputs`, which holds.
     """
-    if tools is None and all(getattr(body, name) is msgspec.UNSET for name in GRAMMAR_FIELDS):
+    if tools is None and _grammar_fields(body).count(msgspec.UNSET) == len(GRAMMAR_FIELDS):
         return None
     answer = sources.of_response_format(body.response_format)
     structured = sources.of_structured_outputs(body.structured_outputs)
@@ -684,17 +686,15 @@ def _grammar(body: Body, tools: Tools | None) -> GrammarSource | None:
 
 
 def _sampling(body: Body, logprobs: int | None, echoed: int | None) -> Sampling:
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
+    temperature, top_p, repetition = body.temperature, body.top_p, body.repetition_penalty
     return Sampling(
-        temperature=given(body.temperature, 1.0),
-        top_p=given(body.top_p, 1.0),
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
         top_k=max(0, body.top_k or 0),
-        min_p=given(body.min_p, 0.0),
-        presence_penalty=given(body.presence_penalty, 0.0),
-        frequency_penalty=given(body.frequency_penalty, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
         logit_bias=_logit_bias(body.logit_bias or {}, body.allowed_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=max(

@@ -211,7 +211,7 @@ class ReplicaClient:
         heads: Sequence[QueuedRequest],
         now: float,
     ) -> None:
-        published = tuple((head.id, head.promised) for head in heads)
+        published = tuple([(head.id, head.promised) for head in heads])
         before, published_s = self._published.get(replica.name, ((), now))
         if published == before and (not heads or now - published_s < REPUBLISH_HEADS_S):
             return

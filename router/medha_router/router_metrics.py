@@ -240,9 +240,10 @@ def _model(generation: Generation) -> str:
 
 
 def _class_labels(generation: Generation) -> tuple[str, str]:
-    return _model(generation), generation.request.slo_class
+    return generation.client_request.model, generation.request.slo_class
 
 
 def _labels(generation: Generation) -> tuple[str, str, str]:
-    length = metrics.length_label(generation.request.prompt_tokens)
-    return _model(generation), generation.request.slo_class, length
+    request = generation.request
+    length = metrics.length_label(request.prompt_tokens)
+    return generation.client_request.model, request.slo_class, length

@@ -77,14 +77,14 @@ def _serve_generations(
     """Declare the routes; returns their handlers by path."""
 
     def serving(request: Request, params: GenerationParams, names: Names = ()) -> ServedGeneration:
-        client: Client = request.state.client
+        state = request.scope["state"]
+        client: Client = state["client"]
         slo = read_claim(_headers(request), config.class_headers, client)
-        request_id: str = request.state.request_id
-        if request.state.client_id:
-            params = msgspec.structs.replace(params, client_id=request.state.client_id)
+        request_id: str = state["request_id"]
+        if state["client_id"]:
+            params = msgspec.structs.replace(params, client_id=state["client_id"])
         elif params.client_id:
-            given = params.client_id.encode()
-            request.scope["state"][RESPONSE_HEADERS][CLIENT_REQUEST_ID.encode()] = given
+            state[RESPONSE_HEADERS][CLIENT_REQUEST_ID.encode()] = params.client_id.encode()
 
         async def begin() -> ClientRequest:
             try:

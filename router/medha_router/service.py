@@ -318,8 +318,8 @@ class Service:
         prompts = await self.encode_for(client_request, model, version)
         dispatcher, class_tpot_s = model.dispatcher, client_request.slo_class.slo.tpot_s
         tpot_s = slo.tpot_s or class_tpot_s
-        longest = max(prompt.length for prompt in prompts)
-        matched = prompts if sum(prompt.length for prompt in prompts) > LONG_TOKENS else ()
+        lengths = [prompt.length for prompt in prompts]
+        longest, matched = max(lengths), prompts if sum(lengths) > LONG_TOKENS else ()
         for _ in range(FORECAST_ROUNDS):
             paused, began_s = False, self._clock()
             for _ in itertools.chain(
@@ -532,18 +532,21 @@ class Service:
                 generation.promise_given = decision.promised and dispatcher.keeps_promises
                 admitted.append(generation)
                 options.append(decision.option)
-                client_request.predicted_s = age_s + max(option.finish_s for option in options)
         except Refusal:
             for generation in admitted:
                 dispatcher.drop(generation.id, None, now)
             raise
-        if all(generation.promise_given for generation in client_request.generations):
-            client_request.promise_s = max(
-                generation.request.ttft_deadline_s for generation in client_request.generations
-            )
+        client_request.predicted_s = age_s + max([option.finish_s for option in options])
+        promised_s = [
+            generation.request.ttft_deadline_s
+            for generation in admitted
+            if generation.promise_given
+        ]
+        if len(promised_s) == len(admitted):
+            client_request.promise_s = max(promised_s)
         self._requests.add(client_request)
         self._metrics.admitted(client_request)
-        for generation, option in zip(client_request.generations, options, strict=True):
+        for generation, option in zip(admitted, options, strict=True):
             if client_request.held:
                 self._metrics.arrived_held(generation, now)
             else:

@@ -172,12 +172,11 @@ class TenantUsage:
 
     def kept_back(self, slo_class: str, now: float) -> float:
         """Share of capacity that is reserved for other classes and not used by them now."""
-        if self._classes.keys() <= {slo_class}:
-            return 0.0
-        total = sum(self._of_class(name, now) for name in self._classes)
-        kept = 0.0
+        kept, total = 0.0, -1.0
         for name, other in self._classes.items():
             if name != slo_class and other.reserved > 0.0:
+                if total < 0.0:
+                    total = sum([self._of_class(each, now) for each in self._classes])
                 used = self._of_class(name, now) / total if total > 0.0 else 0.0
                 kept += max(0.0, other.reserved - used)
         return min(kept, 0.9)
@@ -295,8 +294,9 @@ def _check_tpot(
     A class that relegates takes what an idle replica gives, without a promise.
     """
     tokens = request.prompt_tokens
-    least_s = (estimate.least_tpot_s(tokens, idle=relegates) for estimate in estimates)
-    if request.max_output_tokens == 1 or any(request.tpot_s >= had_s for had_s in least_s):
+    if request.max_output_tokens == 1 or any(
+        request.tpot_s >= estimate.least_tpot_s(tokens, idle=relegates) for estimate in estimates
+    ):
         return
     had_s = min(estimate.least_tpot_s(tokens) for estimate in estimates)
     raise Refusal(

@@ -30,6 +30,7 @@ from medha.fleet.replica_estimate import ReplicaEstimate, forecast_steps
 from medha.fleet.request_queue import QueuedRequest, RequestQueue
 from medha.fleet.shared_room import SharedRoom
 from medha.messages import Head, KvEvents, Load
+from medha.model import KeptPages
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
 
@@ -126,6 +127,7 @@ class Dispatcher(Generic[Item]):
         self._index = PrefixIndex()
         self._estimates: dict[str, ReplicaEstimate] = {}
         self._versions: dict[str, str] = {}  # by replica
+        self._by_version: dict[str, list[ReplicaEstimate]] = {}
         self._items: dict[str, Item] = {}
         self._count_by_version: collections.Counter[str] = collections.Counter()
         self._room = SharedRoom(max_waiting)
@@ -163,11 +165,19 @@ class Dispatcher(Generic[Item]):
             replica.max_batch_s,
             replica.max_running,
         )
+        self._group()
+
+    def _group(self) -> None:
+        """Group the estimates by version."""
+        self._by_version = {version: [] for version in self._versions.values()}
+        for name, estimate in self._estimates.items():
+            self._by_version[self._versions[name]].append(estimate)
 
     def remove_replica(self, name: str) -> None:
         """Forget a replica. Requests placed there become unplaced."""
         self._estimates.pop(name, None)
         self._versions.pop(name, None)
+        self._group()
         self._reported_s.pop(name, None)
         self._index.forget(name)
         self._queue.forget(name)
@@ -228,18 +238,16 @@ class Dispatcher(Generic[Item]):
         """Prompt tokens cached by each replica. The last token is always computed."""
         if not self._index:
             return {}
-        kept = {name: estimate.kept for name, estimate in self._estimates.items()}
-        sliding = {rule for rule in kept.values() if rule.window_tokens}
-        held = {
-            rule: self._index.match_sliding(
-                page_names[: (prompt_tokens - 1) // rule.page_tokens], rule
-            )
-            for rule in sliding
-        }
-        whole = self._index.match(page_names)
+        whole, sliding = self._index.match(page_names), dict[KeptPages, dict[str, int]]()
         cached: dict[str, int] = {}
-        for name, rule in kept.items():
-            if pages := held.get(rule, whole).get(name):
+        for name, estimate in self._estimates.items():
+            rule, pages_by_replica = estimate.kept, whole
+            if rule.window_tokens:
+                if rule not in sliding:
+                    usable = page_names[: (prompt_tokens - 1) // rule.page_tokens]
+                    sliding[rule] = self._index.match_sliding(usable, rule)
+                pages_by_replica = sliding[rule]
+            if pages := pages_by_replica.get(name):
                 cached[name] = min(pages * rule.page_tokens, prompt_tokens - 1)
         return cached
 
@@ -534,12 +542,9 @@ class Dispatcher(Generic[Item]):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def _serving(self, version: str) -> list[ReplicaEstimate]:
+    def _serving(self, version: str) -> Sequence[ReplicaEstimate]:
         """Estimates of the replicas of one version: only they can read its tokens."""
-        versions = self._versions
-        return [
-            estimate for estimate in self._estimates.values() if versions[estimate.name] == version
-        ]
+        return self._by_version.get(version, [])
 
     def _put(self, queued: QueuedRequest) -> None:
         """Enqueue a request, replacing its former entry."""
