@@ -1,4 +1,4 @@
-"""What a request costs the router: calls of functions on its event loop, which no machine changes.
+"""Cost of a request in the router: calls of functions on its loop, which no machine changes.
 
 A router has one core per process, and a feature that each request passes adds to all of them. Who
 raises a limit here measures `benchmarks/router.py` in turns with the version before.
