@@ -92,6 +92,16 @@ def test_the_second_token_of_a_short_answer_is_in_time_in_a_pipeline(
     assert late(records) == {}
 
 
+def test_batches_do_not_pile_up_behind_a_longer_one_in_which_short_answers_begin() -> None:
+    # Behind the batch of all short prompts, those of the long one are a third as long.
+    wishes = [(0.0, 4_000, 2, -1)] * 3 + [(0.0, 60_000, 1, -1)] + [(0.0, 2_000, 200, -1)] * 4
+    records = served("a100", Topology(tp=4, spp=3), 0.1, wishes)
+    answers = [record for record in records if record.output_tokens == 2]
+    assert [record.promised for record in answers] == [True] * 3
+    assert not any(record.tpot_missed for record in answers)
+    assert late(records) == {}
+
+
 def test_a_turn_on_a_deep_history_is_not_slowed_by_its_own_answer() -> None:
     # The answer takes a quarter of the decode capacity, and counted as soon as its prompt started.
     wishes = [(0.0, 1394, 209, -1), (0.009, 39_816, 71, -1), (0.012, 10_134, 101, 1)]

@@ -36,6 +36,8 @@ MISSES = 4
 # A decode that is late shortens batches to this part of what its TPOT allows, and no further: far
 # shorter ones hold few tokens, and win hardly any time.
 RECOVERY = 0.5
+# Where less than this part of a batch fits in front of second tokens, none goes in front of them.
+FITS = 0.5
 # A batch of a pipeline without decodes takes at most this number of those alongside decodes, until
 # none has run for a while.
 LONGER, QUIET_S = 3.0, 2.0
@@ -222,13 +224,18 @@ class BatchBuilder:
         self, group_set: tuple[int, ...], now: float, limit_s: float, error: float
     ) -> BatchDraft | None:
         """Draft the next batch of a group set, at most `limit_s` long; None if there is nothing."""
-        budget_s = self.budget_s(now)
+        budget_s, wait_s = self.budget_s(now), 0.0
         if self.spp > 1:
-            budget_s = min(budget_s, self._before_second_s(group_set))
+            most_s, wait_s = self._before_second_s(group_set, now)
+            budget_s = min(budget_s, most_s)
         draft = self._draft_decodes(group_set, min(budget_s, limit_s))
         for group in group_set:
             self.promises.update(group, now, error)
             draft.waits[group] = self.waiting[group].ready_count > 0
+        if wait_s > 0.0 and all(
+            self.promises.least_before_s(group, float("inf")) > wait_s for group in group_set
+        ):
+            return draft if draft.decodes else None
         if True in draft.waits.values():
             if self.spp > 1:
                 self._hurry(draft, now)
@@ -238,14 +245,24 @@ class BatchBuilder:
                 self._escape(draft, now, at_once=alone)
         return draft if draft.chunks or draft.decodes else None
 
-    def _before_second_s(self, group_set: tuple[int, ...]) -> float:
+    def _before_second_s(self, group_set: tuple[int, ...], now: float) -> tuple[float, float]:
         """Return how long a batch behind a prompt's last may be, whose second token passes next.
 
-        The second token waits for a place in stage 0, then passes all stages.
+        The second token waits for a place in stage 0, then passes all stages, behind all that has
+        entered the pipeline by then. If that fills the time of its TPOT, also return the seconds
+        for which stage 0 should wait, else 0: the last stage has work meanwhile. Shorter batches
+        pile up behind one that is longer than they are.
         """
-        tpot_s = min([self.in_flight.begins_tpot_s(group) for group in group_set])
-        most_s = (1.0 - self.settings.tbt_guard) * tpot_s / (self.spp + 1)
-        return max(most_s, self.settings.min_batch_s)
+        most_s, wait_s, least_s = float("inf"), 0.0, self.settings.min_batch_s
+        for group in group_set:
+            last_s = self.in_flight.last_end_s(group)
+            for tpot_s, first_s in self.in_flight.beginnings(group):
+                part_s = max((1.0 - self.settings.tbt_guard) * tpot_s / (self.spp + 1), least_s)
+                left_s = first_s + self.spp * part_s - last_s
+                most_s = min(most_s, part_s)
+                if left_s < FITS * part_s:
+                    wait_s = max(wait_s, first_s - now)
+        return most_s, wait_s
 
     def decode_tpot_s(self) -> float:
         """Predict the time per token of the decodes that wait for their next batch; 0 if none."""

@@ -27,8 +27,8 @@ FULL = 0.6
 ALL_KEYS: Final = 1 << 60
 
 
-def _has_second(sequence: Sequence) -> bool:
-    return sequence.output_tokens > 1
+def _leisure(sequence: Sequence) -> tuple[bool, int]:
+    return sequence.output_tokens > 1, sequence.max_output_tokens
 
 
 class DecodeGroup:
@@ -63,7 +63,7 @@ class DecodeGroup:
         if count >= len(self.prepared):
             return self.keys
         first = DecodeGroup(self.groups, self.sees)
-        for sequence in sorted(self.prepared, key=_has_second)[:count]:
+        for sequence in sorted(self.prepared, key=_leisure)[:count]:
             first._add_keys(sequence)
         return first.keys
 
@@ -85,13 +85,14 @@ class DecodeGroup:
     def take(self, most: int) -> list[Sequence]:
         """Remove and return at most `most` prepared decodes, in their order.
 
-        Second tokens go first if others must stay: a short answer has no time to catch up.
+        Second tokens go first if others must stay, those of the shortest answers before others:
+        they have the least time to catch up.
         """
         if len(self.prepared) <= most:
             taken, self.prepared = self.prepared, []
             self._keys, self._lone_keys = [0] * len(self.groups), 0
         else:
-            self.prepared.sort(key=_has_second)
+            self.prepared.sort(key=_leisure)
             taken = self.prepared[:most]
             del self.prepared[:most]
             for sequence in taken:
@@ -376,14 +377,18 @@ class InFlightBatches:
             out += 1
         return batches[out - 1] if out else None
 
-    def begins_tpot_s(self, group: int) -> float:
-        """Return the tightest TPOT of short answers that begin with batches in flight."""
-        least_s = inf
-        for number in self.numbers_by_group.get(group, ()):
-            tpot_s = self.by_number[number].begins_tpot_s
-            if tpot_s < least_s:
-                least_s = tpot_s
-        return least_s
+    def beginnings(self, group: int) -> list[tuple[float, float]]:
+        """Return the TPOT of short answers that begin with each batch in flight, and when."""
+        return [
+            (sent.begins_tpot_s, sent.ends_s[-1])
+            for sent in self.on_group(group)
+            if sent.begins_tpot_s < inf
+        ]
+
+    def last_end_s(self, group: int) -> float:
+        """Return when all batches in flight are complete; 0 if there are none."""
+        numbers = self.numbers_by_group.get(group, ())
+        return self.by_number[numbers[-1]].ends_s[-1] if numbers else 0.0
 
     def on_group(self, group: int) -> list[InFlightBatch]:
         """Return the batches in flight on `group`, oldest first."""
