@@ -176,7 +176,7 @@ class TenantUsage:
         for name, other in self._classes.items():
             if name != slo_class and other.reserved > 0.0:
                 if total < 0.0:
-                    total = sum([self._of_class(each, now) for each in self._classes])
+                    total = sum([self._of_class(known, now) for known in self._classes])
                 used = self._of_class(name, now) / total if total > 0.0 else 0.0
                 kept += max(0.0, other.reserved - used)
         return min(kept, 0.9)

@@ -27,8 +27,8 @@ FULL = 0.6
 ALL_KEYS: Final = 1 << 60
 
 
-def _leisure(sequence: Sequence) -> tuple[bool, int]:
-    return sequence.output_tokens > 1, sequence.max_output_tokens
+def _leisure(sequence: Sequence) -> int:
+    return ALL_KEYS if sequence.output_tokens > 1 else sequence.max_output_tokens
 
 
 class DecodeGroup:
