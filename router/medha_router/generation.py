@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from typing import Literal
 
 import msgspec
 
@@ -90,6 +91,14 @@ class Generation:
     @property
     def output_tokens(self) -> int:
         return len(self.output.tokens)
+
+    @property
+    def complete_for(self) -> Literal["stop", "length"] | None:
+        """Reason for which its tokens so far are all it gets; None if more are to come."""
+        tokens = self.output.tokens
+        if tokens and self.sampling.stops_at(tokens[-1], len(tokens)):
+            return "stop"
+        return "length" if len(tokens) >= self.request.max_output_tokens else None
 
     @property
     def prompt_scored(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -399,10 +400,8 @@ class ReplicaClient:
             self._log.warning("tokens are missing", extra={"fields": {"request": generation.id}})
             self._requests.requeue(generation, now)
             return
-        self._requests.release(generation, now)
-        delta = generation.output.end("stop" if message.reason == "stop" else "length")
-        generation.client_request.push(generation.index, delta)
-        self._requests.finish(generation, now)
+        reason: Literal["stop", "length"] = "stop" if message.reason == "stop" else "length"
+        self._requests.complete(generation, reason, now)
 
     def _on_failed(self, replica: ConnectedReplica, message: Failed, now: float) -> None:
         """Queue a failed request again if it is retriable; else fail the client request."""

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from medha.config import PROGRESS_TOKENS, RouterConfig
 from medha.errors import MedhaError, Refusal, RequestError
@@ -109,7 +110,11 @@ class RequestTable:
         """Queue a generation again, or fail it after too many moves or deaths of replicas.
 
         `failed` False: its replica may still live, which does not count against the generation.
+        If only the message of its end is missing, it ends here: another replica would go on.
         """
+        if (reason := generation.complete_for) is not None:
+            self.complete(generation, reason, now)
+            return
         self.release(generation, now)
         if failed:
             if generation.output_tokens - generation.tokens_at_failure >= PROGRESS_TOKENS:
@@ -124,6 +129,14 @@ class RequestTable:
         generation.waiting_since_s = now
         self._of(generation.client_request).dispatcher.resume(generation, now)
         self.changed()
+
+    def complete(
+        self, generation: Generation, reason: Literal["stop", "length"], now: float
+    ) -> None:
+        """End a generation whose replica gave its last token."""
+        self.release(generation, now)
+        generation.client_request.push(generation.index, generation.output.end(reason))
+        self.finish(generation, now)
 
     def finish(self, generation: Generation, now: float) -> None:
         """End a generation that has all tokens; the last one ends its client request."""

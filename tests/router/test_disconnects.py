@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.router.conftest import PATIENT_S
+from tests.router.conftest import PATIENT_S, spoken
 
-from medha.messages import Failed, Load, Tokens
+from medha.messages import Failed, Load, Tokens, from_bytes
 from medha_router import replica_client
 
 BODY = {"model": "tiny", "prompt": "say " + "a" * 60, "max_tokens": 80}
@@ -119,6 +119,7 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self._running, self._body = running, {**BODY, **changes}
         self.text = ""
+        self.finish: str | None = None
         self.error: openai.APIError | None = None
         self.start()
 
@@ -126,6 +127,7 @@ class Reader(threading.Thread):
         try:
             for chunk in self._running.client.completions.create(**self._body, stream=True):
                 self.text += chunk.choices[0].text
+                self.finish = chunk.choices[0].finish_reason
         except openai.APIError as error:
             self.error = error
 
@@ -155,6 +157,25 @@ def test_a_stream_continues_on_another_replica_when_its_replica_dies(
     assert after.sampling == before.sampling and after.id == before.id
     assert after.max_output_tokens == before.max_output_tokens
     assert 'medha_requests_moved_total{model="tiny"} 1.0' in alone.ops.get("/metrics").text
+
+
+@pytest.mark.parametrize(("limit", "finish"), [(80, "stop"), (60, "length")])
+def test_a_stream_with_all_its_tokens_ends_although_its_replica_dies_without_saying_so(
+    alone: Any, eventually: Any, limit: int, finish: str
+) -> None:
+    first = alone.open("r0")
+    first.emitting.clear()
+    reader = Reader(alone, max_tokens=limit)
+    eventually(lambda: first.running)
+    prompt = from_bytes(first.seen[0].tokens).tolist()
+    tokens = spoken(prompt, first.tokenizer)[:limit]
+    first.tell(Tokens(first.seen[0].id, 0, tuple(tokens)))
+    eventually(lambda: reader.text == "a" * 60)
+    first.die()
+    second = alone.open("r1")
+    reader.join(PATIENT_S)
+    assert (reader.text, reader.finish, reader.error) == ("a" * 60, finish, None)
+    assert second.seen == []  # it would add tokens beyond the end
 
 
 def test_requests_of_a_replica_without_groups_move_to_another(alone: Any, eventually: Any) -> None:

@@ -29,7 +29,7 @@ def new_generation(classes: Sequence[SloClass], vocabulary: Vocabulary, version:
         index=0,
         prompt=Prompt(bytes(16), b""),
         salt=b"",
-        request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4),
+        request=Request(id="a.0", arrival_s=0.0, prompt_tokens=4, max_output_tokens=99),
         sampling=params.sampling,
         output=OutputStream(vocabulary),
         version=version,

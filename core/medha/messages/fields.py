@@ -53,6 +53,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
+    def stops_at(self, token: int, output_tokens: int) -> bool:
+        """Return True if a token ends the sequence as the last of `output_tokens`."""
+        return token in self.stop_tokens and output_tokens >= self.min_tokens
+
     @property
     def penalised(self) -> bool:
         """True if a penalty depends on the earlier tokens of the sequence."""

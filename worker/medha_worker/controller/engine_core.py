@@ -176,7 +176,7 @@ class RequestState:
         """Append the sampled token; sets `finish_reason` if it is the last one."""
         self.tokens += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         emitted_here = self.length - self.submitted_tokens
-        if token in self.sampling.stop_tokens and self.output_tokens >= self.sampling.min_tokens:
+        if self.sampling.stops_at(token, self.output_tokens):
             self.finish_reason = "stop"
         elif emitted_here >= self.max_output_tokens:
             self.finish_reason = "length"
