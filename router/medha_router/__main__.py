@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import resource
 import sys
 
 import msgspec
@@ -20,6 +21,7 @@ def main() -> int:
         "--processes", type=int, help="processes behind the one port; replaces the config's"
     )
     arguments = parser.parse_args()
+    raise_file_limit()
     try:
         run(with_processes(read(RouterConfig, arguments.config), arguments.processes))
     except UserError as error:
@@ -37,6 +39,15 @@ def with_processes(config: RouterConfig, processes: int | None) -> RouterConfig:
             "--processes", processes, f"must be between 1 and {MAX_PROCESSES}", "use one per core"
         )
     return msgspec.structs.replace(config, processes=processes)
+
+
+def raise_file_limit() -> None:
+    """Let the router open as many files as it is allowed to.
+
+    Each connection is one, and processes often start with a limit of 1,024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run(config: RouterConfig) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,16 +18,15 @@ from tests.router.conftest import PATIENT_S
 from tests.support.ipv6 import NEEDS_IPV6
 
 from medha.adapters.addresses import http_url
+from medha.cli.local_fleet.preflight import free_ports
 from medha.config import RouterConfig, RouterModel, render
 
 
 def config_file(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     config = RouterConfig(
-        port=0,
-        ops_port=0,
         fleet_bind="tcp://127.0.0.1:0",
         models=(RouterModel(name="tiny", max_context_tokens=64),),
-        **settings,
+        **{"port": 0, "ops_port": 0, **settings},
     )
     path = folder / "router.json"
     path.write_bytes(render(config))
@@ -56,6 +58,30 @@ def test_a_terminated_router_drains_and_exits_with_zero(tmp_path: pathlib.Path) 
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def limited(folder: pathlib.Path, limits: str) -> Iterator[tuple[str, str]]:
+    """A router under limits of open files, as `ulimit` takes them: its URLs for clients and ops."""
+    (ops_port,) = free_ports("127.0.0.1", 1)
+    path = config_file(folder, ops_port=ops_port)
+    command = f"ulimit {limits}; exec {sys.executable} -m medha_router --config {path}"
+    process = subprocess.Popen(["sh", "-c", command], stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        yield json.loads(process.stderr.readline())["url"], f"http://127.0.0.1:{ops_port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_router_has_more_connections_than_files_a_shell_allows_at_first(
+    tmp_path: pathlib.Path,
+) -> None:
+    with limited(tmp_path, "-S -n 100") as (url, _), contextlib.ExitStack() as idle:
+        for _ in range(150):
+            idle.enter_context(socket.create_connection((httpx.URL(url).host, httpx.URL(url).port)))
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENT_S).status_code == 200
 
 
 @pytest.mark.parametrize("content", [b"{}", b"junk", None])
