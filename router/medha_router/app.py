@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import pathlib
+import resource
 import secrets
 import socket
 import time
@@ -54,6 +55,7 @@ LATER_S = 0.005
 DRAWN_BYTES = 4096
 COLLECT_AFTER = 50_000  # objects
 BACKLOG = 2048
+OTHER_FILES = 1024
 
 
 class SystemBits:
@@ -290,7 +292,7 @@ async def opened(config: RouterConfig, tokens: TokenizerPool) -> AsyncIterator[R
             service.drain,
             lambda: service.live == 0,
             drain_s=config.drain_timeout_s,
-            limits=HttpLimits(stall_s=config.stall_timeout_s),
+            limits=HttpLimits(stall_s=config.stall_timeout_s, connections=most_connections()),
         )
         token = read_token(config.ops_token) if config.ops_token else b""
         ops_server = OpsServer(
@@ -330,6 +332,13 @@ def memory_limit_bytes(config: RouterConfig) -> int:
     """
     limit_bytes = config.memory_limit_bytes or container_limit_bytes() or 0
     return limit_bytes // (len(config.process.fleet_ports) if config.process is not None else 1)
+
+
+def most_connections() -> int:
+    """Return how many connections clients may have: files are left for the ops port, controllers
+    and tokenizers, or clients that send nothing could make a router fail its probes."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return files - min(OTHER_FILES, files // 4)
 
 
 async def _watch(gate: MemoryGate, busy: Callable[[], bool]) -> None:

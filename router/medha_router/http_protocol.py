@@ -41,7 +41,7 @@ WAITING_REQUESTS = 16
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a connection.
+    """Limits of a connection, and of their number: those beyond `connections` are closed.
 
     `head_s`: seconds for the request line and the headers of each request, and for the rest of a
     body after its response. `stall_s`: seconds in which the client must take what was sent.
@@ -51,6 +51,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     headers: int = 100
     head_s: float = 20.0
     stall_s: float = 30.0
+    connections: int = 1 << 30
 
 
 class InvalidHttp(Exception):
@@ -221,6 +222,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport, self._unparsed)
+        if len(self.connections) > self._limits.connections:
+            self.transport.abort()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

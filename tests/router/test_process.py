@@ -14,12 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.router.conftest import PATIENT_S
+from tests.router.conftest import PATIENT_S, wait_until
 from tests.support.ipv6 import NEEDS_IPV6
 
 from medha.adapters.addresses import http_url
 from medha.cli.local_fleet.preflight import free_ports
 from medha.config import RouterConfig, RouterModel, render
+from medha_router.http_protocol import HttpLimits
 
 
 def config_file(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
@@ -75,6 +76,12 @@ def limited(folder: pathlib.Path, limits: str) -> Iterator[tuple[str, str]]:
         process.communicate()
 
 
+def served_at(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v1/models").status_code == 200
+    return False
+
+
 def test_a_router_has_more_connections_than_files_a_shell_allows_at_first(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -82,6 +89,19 @@ def test_a_router_has_more_connections_than_files_a_shell_allows_at_first(
         for _ in range(150):
             idle.enter_context(socket.create_connection((httpx.URL(url).host, httpx.URL(url).port)))
         assert httpx.get(f"{url}/v1/models", timeout=PATIENT_S).status_code == 200
+
+
+def test_clients_cannot_take_the_files_with_which_a_router_answers_its_probes(
+    tmp_path: pathlib.Path,
+) -> None:
+    with limited(tmp_path, "-n 200") as (url, ops), contextlib.ExitStack() as idle:
+        address = httpx.URL(url).host, httpx.URL(url).port
+        clients = [idle.enter_context(socket.create_connection(address)) for _ in range(300)]
+        wait_s = HttpLimits().head_s / 2  # until then, no connection without a request is closed
+        assert httpx.get(f"{ops}/healthz", timeout=wait_s).status_code == 200
+        for client in clients:
+            client.close()
+        wait_until(lambda: served_at(url))
 
 
 @pytest.mark.parametrize("content", [b"{}", b"junk", None])
