@@ -175,11 +175,13 @@ class Router:
 
     def app(self) -> ASGIApp:
         """Make the application of the public port."""
-        app = make_app(self.service, self._config, self._keys)
-        if self._gate is None:
-            return app
         refused = functools.partial(self._metrics.refused_unread, api_errors.MEMORY)
-        return MemoryLimited(app, self._gate, refused)
+        gate = self._gate
+
+        def limited(app: ASGIApp) -> ASGIApp:
+            return app if gate is None else MemoryLimited(app, gate, refused)
+
+        return make_app(self.service, self._config, self._keys, limited)
 
     def routes(self, drain: Callable[[], None] | None) -> dict[str, Route]:
         """Make the routes of the ops port; without `drain`, none that changes the router."""

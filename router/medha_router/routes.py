@@ -47,8 +47,16 @@ INLINE_TOKENS = 8192
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, config: RouterConfig, keys: ApiKeys | None) -> ASGIApp:
-    """Make the application of the public port; without `keys` it needs no API key."""
+def make_app(
+    service: Service,
+    config: RouterConfig,
+    keys: ApiKeys | None,
+    limited: Callable[[ASGIApp], ASGIApp],
+) -> ASGIApp:
+    """Make the application of the public port; without `keys` it needs no API key.
+
+    `limited` wraps what costs memory; its refusals have the form and the ids of other errors.
+    """
     app = FastAPI(
         title="Medha",
         version=VERSION,
@@ -67,7 +75,7 @@ def make_app(service: Service, config: RouterConfig, keys: ApiKeys | None) -> AS
     openapi.complete(app)
     served: ASGIApp = DirectRoutes(app, direct)
     served = ClientMiddleware(served, keys, config.share_cache)
-    served = messages_answer.MessagesErrors(served)
+    served = messages_answer.MessagesErrors(limited(served))
     return RequestIds(served, new_id=service.new_id)
 
 

@@ -88,6 +88,9 @@ def test_a_router_short_of_memory_refuses_bodies_until_it_has_some_again(
         assert (refused.status_code, reason(refused)) == (503, "memory")
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "overloaded_error"
+        assert refused.headers["x-medha-request-id"]
+        refused = client.post("/v1/messages", json=CHAT)
+        assert (refused.status_code, refused.json()["type"]) == (503, "error")
         assert client.get("/v1/models").status_code == 200  # it has no body
         events = [line for line in stream.iter_lines() if line]
         assert events[-1] == "data: [DONE]" and not any("error" in event for event in events)
