@@ -114,6 +114,8 @@ def _refused(refusal: Refusal) -> ApiError:
         shortest, longest = RETRY_AFTER_S
         wait_s = math.ceil(refusal.retry_after_s or shortest)
         headers["retry-after"] = str(min(longest, max(shortest, wait_s)))
+    if refusal.code == "draining":
+        headers["connection"] = "close"  # a retry on the same connection would meet this router
     if refusal.code == "deadline_infeasible":
         headers["x-should-retry"] = "false"
         headers.pop("retry-after", None)

@@ -270,6 +270,7 @@ def test_a_drain_refuses_new_requests_and_finishes_running_ones(
     refused = alone.http.post("/v1/completions", json=BODY)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
     assert refused.headers["retry-after"] == "1"
+    assert refused.headers["connection"] == "close"  # else a retry would come here again
     controller.emitting.set()
     running.join(PATIENT_S)
     assert (running.status, running.text) == (200, "abc")
