@@ -88,12 +88,24 @@ class Disconnects:
 
 
 class Flow(FlowControl):
-    """Flow control that reads only if nothing that was read is still unparsed."""
+    """Flow control that reads only if nothing that was read is still unparsed.
+
+    `serving`: the request of the connection that is being served, while others may be parsed.
+    `ended`: the connection has ended.
+    """
 
     def __init__(self, transport: asyncio.Transport, unparsed: collections.deque[bytes]) -> None:
         super().__init__(transport)
         self._unparsed = unparsed
         self.written_bytes = 0
+        self.serving: Exchange | None = None
+        self.ended = False
+
+    def end(self) -> None:
+        """Note the end of the connection: the request that is being served has no client."""
+        self.ended = True
+        if self.serving is not None and not self.serving.response_complete:
+            self.serving.disconnected = True
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -114,9 +126,13 @@ class Exchange(RequestResponseCycle):
 
     async def run_asgi(self, app: Any) -> None:
         """Serve the request, then drop the scope's extensions, which refer to the exchange."""
+        self.flow.serving = self
+        self.disconnected = self.disconnected or self.flow.ended
         try:
             await super().run_asgi(app)
         finally:
+            if self.flow.serving is self:
+                self.flow.serving = None
             self.scope["extensions"] = {}
 
     def whole_body(self) -> bytes | None:
@@ -231,6 +247,7 @@ class HttpProtocol(HttpToolsProtocol):
         for handle in (self._head_due, self._stalled, self._next_turn):
             if handle is not None:
                 handle.cancel()
+        self.flow.end()  # uvicorn notes it for the latest request alone
         super().connection_lost(exc)
         self._disconnects.end()
 

@@ -389,6 +389,18 @@ def test_nothing_more_is_parsed_after_a_disconnect(
         assert app.paths in (["/0"], []) and not parsed
 
 
+def test_a_request_has_no_response_once_its_connection_is_lost_with_others_behind_it() -> None:
+    app = GatedApp()
+    with connection(app) as (loop, transport, protocol):
+        protocol.data_received(numbered(3))
+        loop.turn()
+        transport.close()
+        protocol.connection_lost(None)
+        app.gate.set()
+        loop.turn()
+        assert app.paths == ["/0"] and transport.written == b""
+
+
 def test_garbage_after_a_long_pipeline_ends_it_once_its_requests_are_answered() -> None:
     app = GatedApp()
     app.gate.set()
