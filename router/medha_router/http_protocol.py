@@ -106,6 +106,7 @@ class Flow(FlowControl):
         self.ended = True
         if self.serving is not None and not self.serving.response_complete:
             self.serving.disconnected = True
+        self.serving = None
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -126,7 +127,6 @@ class Exchange(RequestResponseCycle):
 
     async def run_asgi(self, app: Any) -> None:
         """Serve the request, then drop the scope's extensions, which refer to the exchange."""
-        self.flow.serving = self
         self.disconnected = self.disconnected or self.flow.ended
         try:
             await super().run_asgi(app)
@@ -433,6 +433,7 @@ class HttpProtocol(HttpToolsProtocol):
             WHOLE_BODY: {"take": self.cycle.whole_body},
         }
         if earlier is None or earlier.response_complete:
+            self.flow.serving = self.cycle
             self._start_asgi_task(self.cycle, self.app)
         else:
             self.flow.pause_reading()
@@ -455,6 +456,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self.flow.serving = self.pipeline[-1][0]  # type: ignore[assignment]
         super().on_response_complete()
         if self._unparsed:
             self._parse_later()
@@ -473,6 +476,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._broken = True
         self._unparsed.clear()
         cycle = self._exchange
+        if cycle is not None and self.pipeline and cycle.more_body:
+            self.pipeline.popleft()  # the requests before it are answered first
+            ahead: Any = self.pipeline[0][0] if self.pipeline else self.flow.serving
+            cycle = ahead
         if cycle is not None and not (cycle.response_complete or cycle.more_body):
             cycle.keep_alive = False  # the connection ends with the last response that is owed
             return

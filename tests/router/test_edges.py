@@ -412,6 +412,26 @@ def test_garbage_after_a_long_pipeline_ends_it_once_its_requests_are_answered() 
         assert b"HTTP/1.1 400 " not in transport.written
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_broken_body_is_not_answered_before_the_requests_ahead_of_it(
+    count: int, together: bool
+) -> None:
+    app = GatedApp()
+    broken = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n"
+    with connection(app) as (loop, transport, protocol):
+        for data in [numbered(count) + broken] if together else [numbered(count), broken]:
+            protocol.data_received(data)
+            loop.turn()
+        assert transport.written == b"" and not transport.is_closing()
+        app.gate.set()
+        while not transport.is_closing():
+            loop.turn()
+        assert app.paths == [f"/{number}" for number in range(count)]
+        assert transport.written.count(b"HTTP/1.1 200 ") == count
+        assert b"HTTP/1.1 400 " not in transport.written
+
+
 @pytest.mark.parametrize("count", [2, 1000])
 def test_a_head_that_the_server_does_not_read_is_not_late(count: int) -> None:
     app = GatedApp()
