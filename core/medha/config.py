@@ -6,7 +6,9 @@ from a JSON file. Secrets are given as paths of files, never as values.
 
 from __future__ import annotations
 
+import math
 import pathlib
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -124,6 +126,20 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ahead_s: float = 0.0
     prefill_share: float = 0.1
     decode_room: float = 0.05
+
+    def for_pipeline(self, spp: int, classes: Sequence[SloClass]) -> Scheduling:
+        """Return settings with batches so short that a pipeline can promise each class's floor.
+
+        Behind stage 0 a prompt waits for a batch in each stage. What routers leave for that
+        (`PromiseSet.least_drain_s`) is at most half of the least TTFT floor that the shortest
+        batches can meet.
+        """
+        floors_s = [slo_class.slo.ttft_floor_s for slo_class in classes]
+        least_s = min([s for s in floors_s if s > spp * self.min_batch_s], default=math.inf)
+        if spp == 1 or self.budget != "slack" or least_s == math.inf:
+            return self
+        longest_s = max(self.min_batch_s, 0.5 * least_s / (spp - 1.5))
+        return msgspec.structs.replace(self, max_batch_s=min(self.max_batch_s, longest_s))
 
     def planned_budget_s(self, tpot_s: float, spp: int) -> float:
         """Seconds per stage that promises count on for a batch while decodes of that TPOT run."""

@@ -48,6 +48,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
     """Config of the processes of the replica `name`."""
     spec = resource.spec
     cuda = spec.device.kind == "Cuda"
+    scheduling = scheduling_of(spec.scheduling, cuda)
     dtype = ("bfloat16" if cuda else "float32") if spec.model.dtype == "auto" else spec.model.dtype
     return WorkerConfig(
         replica=name,
@@ -62,7 +63,7 @@ def worker_config(resource: MedhaReplica, name: str, site: Site) -> WorkerConfig
         page_tokens=spec.engine.page_tokens,
         kv_pages=spec.engine.kv_pages or 0,
         kv_bytes=spec.engine.kv_bytes,
-        scheduling=scheduling_of(spec.scheduling, cuda),
+        scheduling=scheduling.for_pipeline(spec.topology.spp, spec.classes),
         classes=spec.classes,
         routers=site.routers,
         curve=site.curve,

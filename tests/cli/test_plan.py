@@ -201,6 +201,28 @@ def test_a_gpu_has_the_next_batch_ready_unless_disabled(
     assert (scheduling_of(spec.scheduling, cuda).ahead_s > 0.0) == ahead
 
 
+@pytest.mark.parametrize(
+    "spp, slo, batch, longest_s",
+    [
+        (4, {}, {}, 0.1),
+        (8, {}, {}, 0.25 / 6.5),
+        (16, {}, {}, 0.25 / 14.5),
+        (8, {"ttft": {"floor": "5s"}}, {}, 0.1),
+        (8, {"ttft": {"floor": "100ms"}}, {}, 0.01),  # the shortest batches still meet it
+        (8, {"ttft": {"floor": "60ms"}}, {}, 0.1),  # nor they
+        (8, {}, {"mode": "Tokens"}, 0.1),
+    ],
+)
+def test_a_deep_pipeline_has_batches_short_enough_for_the_least_floor(
+    spp: int, slo: dict[str, Any], batch: dict[str, str], longest_s: float
+) -> None:
+    deep = resource(
+        parallelism={"spp": spp}, slo={"default": slo}, scheduling={"batchBudget": batch}
+    )
+    scheduling = plan_fleet([deep], place()).replicas[0].config.scheduling
+    assert scheduling.max_batch_s == pytest.approx(longest_s)
+
+
 def test_every_policy_of_the_scheduler_has_a_name_in_the_resource() -> None:
     assert sorted(POLICIES.values()) == sorted(KNOWN)
 

@@ -18,6 +18,7 @@ from medha.request import Slo, SloClass
 from medha.sim.arrivals import Workload
 from medha.sim.report import Report
 from medha.sim.scenario import GroupLoss, Scenario, read_scenario, simulate
+from medha.topology import Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = Scenario(workload=Workload(mix=0.02, requests=60, load=0.6, output_tokens=5))
@@ -34,6 +35,16 @@ def test_a_run_is_the_same_each_time_and_another_seed_is_another() -> None:
     assert first == again
     other = simulate(msgspec.structs.replace(SMALL, seed=1))
     assert other.records != first.records
+
+
+@pytest.mark.parametrize("spp", [8, 16])
+def test_a_deep_pipeline_promises_short_prompts_and_keeps_its_word(spp: int) -> None:
+    slo_class = SloClass(slo=Slo(tpot_s=0.02 * spp))
+    layout = Topology(tp=8, spp=spp)
+    workload = Workload(mix=0.02, requests=200, load=0.6)
+    report = simulate(Scenario(workload=workload, topology=layout, classes=(slo_class,))).report
+    assert report.short.promised >= 0.95 * report.short.requests
+    assert not report.total.promises_broken
 
 
 def test_the_offered_load_is_about_the_one_asked_for() -> None:

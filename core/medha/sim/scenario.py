@@ -250,6 +250,8 @@ def simulate(
     """
     _check_sizes(scenario)
     _check_settings(scenario)
+    scheduling = scenario.scheduling.for_pipeline(scenario.topology.spp, scenario.classes)
+    scenario = msgspec.structs.replace(scenario, scheduling=scheduling)
     loop, machine = Loop(), _profile(scenario.profile, base)
     replicas: list[SimReplica] = []
 
