@@ -52,6 +52,7 @@ from medha.topology import Topology
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 MOST_REPLICAS = 10_000
 MOST_RANKS = 64  # in one direction
+MOST_NUMBER = 10_000_000_000
 LAYOUT = ("tp", "spp", "kvp_min", "kvp_max")
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
@@ -139,11 +140,13 @@ def read_scenario(path: pathlib.Path) -> Scenario:
 
 
 def _check_numbers(value: object, name: str) -> None:
-    """Raise SpecError for an infinity, a NaN, or a negative number where none makes sense."""
+    """Raise SpecError for an infinity, a NaN, and numbers too large, or below 0 without sense."""
     if isinstance(value, float) and not math.isfinite(value):
         raise SpecError(name, value, "must be a finite number", "write it in digits")
     if isinstance(value, int | float) and value < 0 and name != "autoscaling.target_slack":
         raise SpecError(name, value, "must be 0 or more", "leave out the sign")
+    if isinstance(value, int | float) and value > MOST_NUMBER and name != "seed":
+        raise SpecError(name, value, f"must be at most {MOST_NUMBER:,}", "lower it")
     if isinstance(value, dict):
         for key, item in value.items():
             _check_numbers(item, f"{name}.{key}" if name else str(key))
