@@ -87,7 +87,8 @@ class Texts:
     """Prompts: words of the repository's documents in random order."""
 
     def __init__(self) -> None:
-        self.documents = [path.read_text() for path in sorted(ROOT.glob("**/*.md"))[:60]]
+        paths = sorted(ROOT.glob("[!.]*/**/*.md"))[:60]  # of no environment beside them
+        self.documents = [path.read_text() for path in paths]
         self._words = " ".join(self.documents).split()
         self._random = random.Random(7)
 

@@ -110,7 +110,7 @@ class InstantReplica:
             topology=Topology(),
             page_tokens=PAGE_TOKENS,
             max_context_tokens=1 << 21,
-            classes=(SloClass(slo=Slo(ttft_floor_s=30.0, tpot_s=5.0)),),
+            classes=(SloClass(slo=Slo(ttft_floor_s=30.0, tpot_s=5.0), when_infeasible="relegate"),),
             stop_tokens=(END,),
             profile=msgspec.json.encode(H100),
             files={file: _digest(data) for file, data in contents.items()},
