@@ -87,7 +87,7 @@ class Texts:
     """Prompts: words of the repository's documents in random order."""
 
     def __init__(self) -> None:
-        paths = sorted(ROOT.glob("[!.]*/**/*.md"))[:60]  # of no environment beside them
+        paths = sorted(ROOT.glob("[!.]*/**/*.md"))[:60]  # not those of packages
         self.documents = [path.read_text() for path in paths]
         self._words = " ".join(self.documents).split()
         self._random = random.Random(7)
