@@ -383,19 +383,21 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
-        if self._head_bytes > self._limits.header_bytes:
-            raise self._refused(_too_long(self._limits))
+        self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer
-        self._head_bytes += len(name) + len(value) + 4
-        limits = self._limits
-        if self._head_bytes > limits.header_bytes or len(self.headers) >= limits.headers:
-            raise self._refused(_too_long(limits))
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) >= self._limits.headers:
+            raise self._refused(_too_long(self._limits))
         super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._limits.header_bytes:
+            raise self._refused(_too_long(self._limits))
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():

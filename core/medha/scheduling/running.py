@@ -418,11 +418,9 @@ class InFlightBatches:
     def clear_s(self, group: int, now: float, drain_s: float) -> float:
         """Return the seconds until a batch that takes `drain_s` behind stage 0 waits for none."""
         free_s = self.free_in_s(group, now)
-        numbers = self.numbers_by_group.get(group, ())
-        if self.spp == 1 or not numbers:
+        if self.spp == 1 or not self.numbers_by_group.get(group):
             return free_s
-        end_s = self.by_number[numbers[-1]].ends_s[-1]
-        return max(free_s, end_s - now - drain_s)
+        return max(free_s, self.last_end_s(group) - now - drain_s)
 
     def covered_s(self, group: int, now: float) -> float:
         """Return how long a batch that starts now may be and find no later stage idle."""
