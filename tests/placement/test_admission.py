@@ -56,6 +56,7 @@ def ask(
     usage: TenantUsage | None = None,
     tenant: str = "",
     waiting_s: float = 0.0,
+    others_wait: bool = False,
 ) -> AdmissionDecision:
     request = PendingRequest(
         id="n",
@@ -66,7 +67,7 @@ def ask(
         slo_class=slo_class.name,
     )
     usage = usage or TenantUsage((STRICT, SOFT))
-    return admit(request, estimates, {}, slo_class, usage, now=0.0, waiting_s=waiting_s)
+    return admit(request, estimates, {}, slo_class, usage, 0.0, 0.0, waiting_s, others_wait)
 
 
 def test_what_fits_is_promised() -> None:
@@ -388,15 +389,13 @@ def test_a_tenant_stops_to_count_five_minutes_after_its_last_request() -> None:
     assert usage.wait_s("a", 2.0, replicas) == 0.0
 
 
-def test_beyond_its_share_a_tenant_is_served_without_a_promise_unless_its_own_would_be_late() -> (
-    None
-):
+def test_beyond_its_share_a_tenant_is_served_without_a_promise_unless_it_would_be_late() -> None:
     usage, used = (
         TenantUsage((STRICT,)),
         estimate("large", promised_work=(TenantWork("a", ROOM_S, ROOM_S),)),
     )
     assert not ask([used], usage=usage, tenant="a").promised
-    assert not ask([used], usage=usage, tenant="a", waiting_s=0.5).promised
+    assert not ask([used], usage=usage, tenant="a", waiting_s=0.1).promised
     with pytest.raises(Refusal, match="tenant a was promised its share") as refused:
         ask([used], usage=usage, tenant="a", waiting_s=1000.0)
     assert refused.value.code == "rate_limit_exceeded"
@@ -406,6 +405,24 @@ def test_beyond_its_share_a_tenant_is_served_without_a_promise_unless_its_own_wo
     assert ask(
         [estimate("large", promised_work=(TenantWork("a", after, after),))], usage=usage, tenant="a"
     ).promised
+
+
+def test_what_waits_beyond_a_share_is_served_in_the_time_that_promises_leave() -> None:
+    def refused(part: float, replicas: int, others_wait: bool = False) -> bool:
+        """Ask behind 0.3 s of work while that part of the time is promised; due in 2 s."""
+        usage, used = TenantUsage((STRICT,)), TenantWork("a", 0.0, part * SHORT_MEMORY_S)
+        usage.ask("other", 1.0, 0.0)
+        loads = [estimate(f"large{index}", promised_work=(used,)) for index in range(replicas)]
+        try:
+            decision = ask(loads, usage=usage, tenant="a", waiting_s=0.3, others_wait=others_wait)
+        except Refusal:
+            return True
+        assert decision.beyond_share
+        return False
+
+    assert not refused(0.75, 1)
+    assert refused(0.9, 1) and not refused(0.9, 2)
+    assert not refused(0.9, 1, others_wait=True)  # weights order what waits
 
 
 def test_with_thousands_of_tenants_each_has_a_moment() -> None:

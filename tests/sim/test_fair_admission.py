@@ -205,6 +205,17 @@ def chats(tenant: str, load: float, until_s: float, seed: int = 0) -> list[Arriv
     ]
 
 
+def test_a_class_that_refuses_serves_most_of_what_it_accepts_beyond_a_share_in_time() -> None:
+    offered = chats("hog", 3.0, 20.0) + chats("small", 0.4, 20.0)
+    offered.sort(key=lambda arrival: arrival.arrival_s)
+    records = play(offered, count=2, pages=100_000, slo_class=REFUSING)
+    accepted = {name: record for name, record in records.items() if not record.refused}
+    beyond = {name: record for name, record in accepted.items() if not record.promised}
+    assert attainment(beyond, "hog") >= 0.6
+    assert attainment(records, "hog") >= 0.5
+    assert attainment(records, "small") >= 0.9
+
+
 def test_a_hundred_times_its_share_makes_others_wait_no_longer() -> None:
     others = [arrival for index in range(10) for arrival in chats(f"t{index}", 0.05, 20.0)]
     p99_s = []

@@ -43,6 +43,8 @@ from medha.tenants import (
 LEAST_ROOM_S, LEAST_SHORT_ROOM_S = 1.0, 0.25
 """Promised seconds that every tenant may have, of all and of short prompts: with thousands of
 tenants, a share of less would be exceeded by chance."""
+LEAST_LEFT = 0.1
+"""Least part of the time that is expected for what is beyond a share."""
 TPOT_HEADER = "x-medha-slo-tpot-ms"
 TPOT_ROOM = 1.1
 """Least ratio of a class's TPOT target to what a replica can keep at that depth."""
@@ -73,7 +75,9 @@ class TenantUsage:
     less than its share in the last minutes, and has none that waits without a promise, has up to
     twice the room for them, so that chance alone takes no promise from it. A request beyond the
     share gets no promise: it runs behind all promises, where it takes nothing from others, and is
-    refused only if others of its tenant wait for longer than its deadline, even on an idle fleet.
+    refused if it would be late behind its tenant's others that wait so, in the time that promises
+    leave: else all of them would be late. If several tenants wait so, each keeps as much waiting as
+    idle replicas would serve in time: what is always there to be served follows weights.
     Deadlines, targets and the number of requests are not in the rule: to lie about them, or to
     split a prompt, gains nothing.
 
@@ -145,6 +149,17 @@ class TenantUsage:
         allowed_s = max(room_s - work_s - taken_s, 0.5 * room_s)
         return half_life_s * math.log2(max(1.0, promised_s / allowed_s))
 
+    @staticmethod
+    def promised_part(estimates: Sequence[ReplicaEstimate]) -> float:
+        """Return the part of the replicas' time that was promised in the last seconds or minutes.
+
+        The larger one: of short prompts in the last seconds, or of all prompts in the last minutes.
+        """
+        reported = [work for estimate in estimates for work in estimate.load.promised_work]
+        replicas = sum([estimate.load.share for estimate in estimates])
+        short = sum([work.short_s for work in reported]) / SHORT_MEMORY_S
+        return max(short, sum([work.seconds for work in reported]) / MEMORY_S) / max(1e-9, replicas)
+
     @property
     def several(self) -> bool:
         """True if more than one tenant is active."""
@@ -195,12 +210,13 @@ def admit(
     now: float,
     age_s: float = 0.0,
     waiting_s: float = 0.0,
+    others_wait: bool = False,
 ) -> AdmissionDecision:
     """Promise, relegate, or raise Refusal.
 
     `cached`: prompt tokens in the prefix cache of each replica, by name. `age_s`: seconds since the
     request arrived; the earliest TTFT in a refusal counts from arrival. `waiting_s`: work of the
-    tenant that waits without a promise.
+    tenant that waits without a promise; `others_wait`: whether some of others does.
     """
     usage.ask(request.tenant, slo_class.weight, now)
     estimates = [estimate for estimate in estimates if estimate.known and not estimate.closed]
@@ -237,7 +253,8 @@ def admit(
     if slo_class.when_infeasible == "relegate":
         return AdmissionDecision(best, False, beyond_share=bool(wait_s) and usage.several)
     if fits:
-        if waiting_s / len(estimates) + best.work_s <= request.due_s - now:
+        left = 1.0 if others_wait else max(LEAST_LEFT, 1.0 - usage.promised_part(estimates))
+        if waiting_s / left / len(estimates) + best.work_s <= request.due_s - now:
             return AdmissionDecision(best, False, beyond_share=usage.several)
         raise Refusal(
             "rate_limit_exceeded",

@@ -342,7 +342,10 @@ class Dispatcher(Generic[Item]):
         age_s = now - request.arrival_s
         estimates = self._serving(item.version)
         waiting_s = self._unpromised_s.get(request.tenant, 0.0)
-        decision = admit(pending, estimates, cached, slo_class, self._usage, now, age_s, waiting_s)
+        others_wait = len(self._unpromised_s) > (request.tenant in self._unpromised_s)
+        decision = admit(
+            pending, estimates, cached, slo_class, self._usage, now, age_s, waiting_s, others_wait
+        )
         self._remember(item)
         option = decision.option
         if decision.promised:
