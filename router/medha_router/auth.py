@@ -11,8 +11,8 @@ begins a comment. Options may follow, each `NAME=VALUE`:
 
 NAME is the tenant. A tenant may have several keys: to replace a key, add the new one and then
 remove the old one. Use is counted by tenant; the options of a line hold for requests with its key.
-The file is read again when it changes; if it is invalid, the former keys stay valid. A file without
-keys admits no client.
+The file is read again once it has changed and then stood still: it may be written in place. If it
+is invalid, the former keys stay valid. A file without keys admits no client.
 
 The class of a request is that of `x-medha-class`, else of the first configured header with a known
 value, else the first class of its key, else the default class of the model.
@@ -47,7 +47,8 @@ from medha_router.protocol import (
 
 KEY_HEADER = "x-api-key"
 LEAST_WEIGHT = 1e-3
-REFRESH_S = 1.0
+REFRESH_S = 0.5
+MOST_CHANGES = 10  # in a row: then a file that never stands still is read as it is
 LINES_AT_ONCE = 200
 PAUSE_S = 0.0005  # between them: other threads run meanwhile
 LOOKUP_S = 0.05  # longer than a lookup that has begun
@@ -92,10 +93,10 @@ class ApiKeys:
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         self._log = logging.getLogger("medha.router")
-        self._version = self._file_version()
+        self._version = self._seen = self._file_version()
+        self._changes = 0
         self._clients = read_keys(path)
-        if not self._clients:
-            self._log.warning("%s holds no API key: every request is refused", path)
+        self._warn()
 
     def client(self, key: bytes) -> Client | None:
         """Return the client of a key, or None if the key is unknown.
@@ -105,11 +106,16 @@ class ApiKeys:
         return self._clients.get(hashlib.sha256(key).digest())
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. Takes a while: call it on a thread."""
+        """Read the file again if it has changed and stood still since the last call, so that none
+        is read half written. Takes a while: call it on a thread."""
         version = self._file_version()
         if version == self._version:
             return
-        self._version = version
+        if version != self._seen and self._changes < MOST_CHANGES:
+            self._seen = version
+            self._changes += 1
+            return
+        self._version, self._changes = version, 0
         try:
             former, self._clients = self._clients, read_keys(self._path)
         except SetupError as error:
@@ -118,17 +124,19 @@ class ApiKeys:
                 self._version = None  # read it again
             return
         self._log.info("read %d API keys", len(self._clients))
+        self._warn()
         time.sleep(LOOKUP_S)
-        while former:  # not at once: that would stop the other threads
-            for _ in range(min(LINES_AT_ONCE, len(former))):
-                former.popitem()
-            time.sleep(PAUSE_S)
+        _clear(former)
 
     async def follow(self) -> None:
         """Keep the keys those of the file, until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(self.refresh)
+
+    def _warn(self) -> None:
+        if not self._clients:
+            self._log.warning("%s holds no API key: every request is refused", self._path)
 
     def _file_version(self) -> tuple[int, int, int] | None:
         try:
@@ -151,11 +159,29 @@ def read_keys(path: pathlib.Path) -> dict[bytes, Client]:
         ) from (error if isinstance(error, OSError) else None)
 
 
+def _clear(clients: dict[bytes, Client]) -> None:
+    """Remove all clients; not at once: that would stop the other threads."""
+    while clients:
+        for _ in range(min(LINES_AT_ONCE, len(clients))):
+            clients.popitem()
+        time.sleep(PAUSE_S)
+
+
 def _read(lines: Iterable[str], path: pathlib.Path) -> dict[bytes, Client]:
     clients: dict[bytes, Client] = {}
+    try:
+        _read_into(clients, lines, path)
+    except (SetupError, OSError, UnicodeDecodeError):
+        _clear(clients)
+        raise
+    return clients
+
+
+def _read_into(clients: dict[bytes, Client], lines: Iterable[str], path: pathlib.Path) -> None:
     known: dict[str, Client] = {}  # by the text of the options
     for number, line in enumerate(lines, start=1):
         if number % LINES_AT_ONCE == 0:
+            known.clear()
             time.sleep(PAUSE_S)
         key, _, options = line.partition("#")[0].strip().partition(" ")
         if not key:
@@ -170,7 +196,6 @@ def _read(lines: Iterable[str], path: pathlib.Path) -> dict[bytes, Client]:
         clients[bytes.fromhex(entry["digest"])] = msgspec.structs.replace(
             client, tenant=name, cache_owner=f"tenant:{name}", owner=f"tenant:{name}"
         )
-    return clients
 
 
 def _client(options: str, where: str) -> Client:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import pathlib
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +15,7 @@ import openai
 import pytest
 
 from medha.errors import SetupError
-from medha_router.auth import ApiKeys
+from medha_router.auth import LINES_AT_ONCE, MOST_CHANGES, ApiKeys
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -146,12 +150,57 @@ def test_an_invalid_file_changes_nothing(
             file.unlink()
         else:
             replace(file, text)
-        keys.refresh()
+        for _ in range(3):
+            keys.refresh()
         assert tenant(keys, b"a-key") == "alice" and tenant(keys, b"") is None
     assert caplog.text.count("kept the former API keys") == 2
     replace(file, line("bob", "a-key"))
     keys.refresh()
+    keys.refresh()
     assert tenant(keys, b"a-key") == "bob"
+
+
+def test_a_file_that_is_written_in_place_counts_once_it_stands_still(file: pathlib.Path) -> None:
+    keys = ApiKeys(file)
+    with file.open("w") as written:
+        for name in ("carol", "dave", "erin"):
+            keys.refresh()
+            assert tenant(keys, b"a-key") == "alice"
+            written.write(line(name, name))
+            written.flush()
+    keys.refresh()
+    assert tenant(keys, b"a-key") == "alice"
+    keys.refresh()
+    assert tenant(keys, b"a-key") is None and tenant(keys, b"carol") == "carol"
+
+
+def test_a_key_is_revoked_in_a_file_that_never_stands_still(file: pathlib.Path) -> None:
+    keys = ApiKeys(file)
+    for number in range(2 * MOST_CHANGES):
+        replace(file, line("bob", "b-key") + "#" * number)
+        keys.refresh()
+    assert tenant(keys, b"a-key") is None and tenant(keys, b"b-key") == "bob"
+
+
+@pytest.mark.parametrize("last", ["", "oops\n"])
+def test_clients_are_never_freed_all_at_once(
+    file: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    last: str,
+) -> None:
+    """Other threads stand still meanwhile, with them the event loop."""
+    caplog.set_level(logging.CRITICAL, "medha.router")  # a kept record holds what an error does
+    keys, held = ApiKeys(file), []
+    monkeypatch.setattr(time, "sleep", lambda _: held.append(sys.getallocatedblocks()))
+    many = [f"{line(f't{i}', f'k{i}')[:-1]} weight={i + 1}\n" for i in range(900)]
+    for text in ("".join(many), ""):
+        replace(file, text + last)
+        keys.refresh()
+        keys.refresh()
+        held.append(sys.getallocatedblocks())
+    freed = [before - after for before, after in itertools.pairwise(held)]
+    assert max(freed) < 12 * LINES_AT_ONCE < max(held) - min(held)
 
 
 @pytest.mark.parametrize(

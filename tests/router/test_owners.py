@@ -149,6 +149,7 @@ def test_keys_that_could_not_be_read_once_are_read_again(
     with monkeypatch.context() as patch:
         patch.setattr(auth, "read_keys", fails)
         keys.refresh()
+        keys.refresh()
     assert len(keys._clients) == 1
     keys.refresh()
     assert not keys._clients

@@ -126,6 +126,7 @@ def test_the_loop_turns_while_a_long_file_is_read(keys_of: Callable[..., str]) -
     async def scene() -> int:
         turns = 0
         keys_of(*(line(f"t{index}", str(index)) for index in range(20_000)))
+        keys.refresh()
         reading = asyncio.ensure_future(asyncio.to_thread(keys.refresh))
         while not reading.done():
             turns += 1
