@@ -30,7 +30,7 @@ MAX_CHOICES = 64
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
-MAX_SALT_CHARS = 256
+MAX_SALT_CHARS = 1024
 MAX_BIASED, MAX_BAD_WORDS, MAX_BAD_CHARS = 1024, 128, 4096
 MAX_BIAS = 100.0
 MAX_DETOKENIZED = 1 << 20
@@ -371,9 +371,15 @@ B = TypeVar("B")
 
 
 def read_body(data: bytes | bytearray, kind: type[B]) -> B:
-    """Decode a JSON body; raises RequestError naming the field and what was expected."""
+    """Decode a JSON body; raises RequestError naming the field and what was expected.
+
+    As in vLLM, 5.0 and "5" stand for the integer 5, and 1 and "true" for true.
+    """
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError:
+            return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
         path = path.rstrip("`").removeprefix("$")
@@ -581,7 +587,7 @@ def generation_params(
     refuse_unsupported(body, CHAT_UNSUPPORTED if chat else COMPLETION_UNSUPPORTED)
     if max_output_tokens is not None:
         check_min_tokens(body.min_tokens or 0, max_output_tokens)
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options not in (None, StreamOptions()) and not body.stream:
         raise RequestError(
             "stream_options is only allowed when stream is true",
             code="invalid_value",
