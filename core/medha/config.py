@@ -39,6 +39,7 @@ RANK_PORT, STORE_PORT = 7900, 7901
 POD_OPS_PORT, CONTROLLER_OPS_PORT = 8090, 8091
 """Ports for probes and metrics: every pod's, and the controller's in the leader pod."""
 
+Origin = Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
@@ -261,7 +262,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is given up; requests that run `drain_timeout_s` after a drain began are ended. `api_keys`: file
     of API keys, one per line (see `medha_router.auth`); without it the public port is open, and
     only requests from the same address share cached pages, unless `share_cache`. `class_headers`:
-    by header, the class of each value, for requests without `x-medha-class`. `ops_token`: file of
+    by header, the class of each value, for requests without `x-medha-class`. `allowed_origins`: of
+    web pages whose scripts may send requests, `*` for all. `ops_token`: file of
     the token that `POST /drain` needs; without it that route is absent.
     `memory_limit_bytes`: of the router's processes together; near it new requests are refused. 0:
     the container's limit, if any. `generation_defaults`: sample by the checkpoint where a request
@@ -284,6 +286,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys: str = ""
     class_headers: dict[str, dict[str, str]] = {}
     share_cache: bool = False
+    allowed_origins: tuple[Origin, ...] = ()
     ops_token: str = ""
     max_body_bytes: Positive = 64 << 20
     memory_limit_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0

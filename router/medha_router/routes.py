@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from medha.config import RouterConfig
@@ -43,6 +45,8 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; never rece
 CLIENT_REQUEST_ID = "x-request-id"
 MAX_CLIENT_ID_CHARS = 128
 INLINE_TOKENS = 8192
+ELSEWHERE = {"/metrics": "the ops port has it", "/load": "the ops port has /debug/queue"}
+"""Pages of vLLM's server that are not on the public port here."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -71,11 +75,14 @@ def make_app(
     _serve_models(app, service)
     _serve_tokens(app, service, bodies)
     _serve_server(app, service)
-    _handle_errors(app)
+    _handle_errors(app, frozenset(route.path for route in app.routes if isinstance(route, Route)))
     openapi.complete(app)
     served: ASGIApp = DirectRoutes(app, direct)
     served = ClientMiddleware(served, keys, config.share_cache)
     served = messages_answer.MessagesErrors(limited(served))
+    if config.allowed_origins:
+        every = ("*",)  # requests carry no cookies
+        served = CORSMiddleware(served, config.allowed_origins, every, every, expose_headers=every)
     return RequestIds(served, new_id=service.new_id)
 
 
@@ -209,6 +216,7 @@ def _serve_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
 def _serve_server(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response)
+    @app.get("/ping", response_class=Response)
     async def health() -> Response:
         """Return 200 while the server takes requests."""
         return Response(status_code=200 if service.ready else 503)
@@ -219,7 +227,9 @@ def _serve_server(app: FastAPI, service: Service) -> None:
         return _json({"version": VERSION})
 
 
-def _handle_errors(app: FastAPI) -> None:
+def _handle_errors(app: FastAPI, paths: Set[str]) -> None:
+    """Declare how failures are answered; `paths`: those of the routes."""
+
     @app.exception_handler(MedhaError)
     async def medha_error(request: Request, error: Exception) -> Response:
         return api_errors.response(api_errors.of_exception(error))
@@ -232,9 +242,12 @@ def _handle_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = dict(getattr(error, "headers", None) or {})
-        path, method = request.url.path[:80], request.method[:20]
+        path, method = request.scope["path"][:80], request.method[:20]
         if status == 404:
-            api_error = api_errors.of_status(404, f"this server has no {path}", code="not_found")
+            message = f"this server has no {path}"
+            if hint := _hint(path, paths):
+                message += f": {hint}"
+            api_error = api_errors.of_status(404, message, code="not_found")
         elif status == 405:
             api_error = api_errors.of_status(
                 405,
@@ -252,6 +265,13 @@ def _handle_errors(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         logging.getLogger("medha.router").error("a route failed", exc_info=error)
         return api_errors.response(api_errors.of_exception(error))
+
+
+def _hint(path: str, paths: Set[str]) -> str:
+    """Return where a client of a wrong base URL finds what it asks for, or nothing."""
+    stem = "/" + path.strip("/").removeprefix("v1/")
+    near = next((known for known in (stem, f"/v1{stem}") if known in paths), "")
+    return ELSEWHERE.get(stem, near and f"use {near}")
 
 
 def _json(value: object) -> Response:

@@ -58,6 +58,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "tokenizerWorkers": 2,
         "classHeaders": {"x-tier": {"gold": "interactive"}},
         "shareCache": True,
+        "allowedOrigins": ["*"],
     },
     "router.apiKeys": {"enabled": True, "existingSecret": "keys"},
     "router.service": {

@@ -73,6 +73,7 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
                 "router.logLevel": "debug",
                 "router.processes": 4,
                 "router.config.shareCache": True,
+                "router.config.allowedOrigins": ["https://a.example"],
                 "router.config.classHeaders": {"x-tier": {"gold": "interactive"}},
             }
         )
@@ -80,7 +81,7 @@ def test_the_routers_settings_reach_its_file(render: Render) -> None:
     assert config.share_cache and config.class_headers == {"x-tier": {"gold": "interactive"}}
     assert (config.max_queue, config.keepalive_s, config.log_level) == (7, 2.5, "debug")
     assert (config.max_body_bytes, config.memory_limit_bytes) == (1 << 33, 3 << 30)
-    assert config.processes == 4
+    assert config.processes == 4 and config.allowed_origins == ("https://a.example",)
 
 
 def test_routers_end_their_streams_before_their_pods_are_killed(render: Render) -> None:

@@ -191,6 +191,7 @@ WRONG = [
     ("router.httpRoute.hostnames", ["a b"], "/router/httpRoute/hostnames/0"),
     ("router.config.classHeaders", {"X-Tier": {"a": "b"}}, "/router/config/classHeaders"),
     ("router.config.classHeaders", {"x-tier": "gold"}, "/router/config/classHeaders/x-tier"),
+    ("router.config.allowedOrigins", ["https://x.com/"], "/router/config/allowedOrigins/0"),
     ("networkPolicy.clients", [{}], "/networkPolicy/clients/0"),
     ("networkPolicy.clients", [{"podSelecter": {}}], "/networkPolicy/clients/0"),
     ("networkPolicy.monitoring", [{"podSelector": {"app": "prometheus"}}], "/monitoring/0"),

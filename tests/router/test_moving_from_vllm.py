@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -390,3 +392,66 @@ def test_a_field_that_must_be_given_is_not_to_be_left_out() -> None:
         with pytest.raises(RequestError) as refused:
             read_messages_body(body % given)
         assert ("leave it out" in str(refused.value)) is left_out
+
+
+# --- other routes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/metrics", "the ops port has it"),
+        ("/v1/chat/completions/", "use /v1/chat/completions"),
+        ("/chat/completions", "use /v1/chat/completions"),
+        ("/v1/v1/models", "use /v1/models"),
+        ("/v1/tokenize", "use /tokenize"),
+        ("/v1/embeddings", None),
+        ("/", None),
+    ],
+)
+def test_a_wrong_path_is_answered_with_the_right_one(
+    served: Running, path: str, hint: str | None
+) -> None:
+    response = served.http.get(path)
+    error = response.json()["error"]
+    shown = f"this server has no {path}" + (f": {hint}" if hint else "")
+    assert (response.status_code, error["code"], error["message"]) == (404, "not_found", shown)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_a_load_balancer_sees_that_the_server_takes_requests(served: Running, path: str) -> None:
+    assert served.http.get(path).status_code == 200
+
+
+PAGE = "https://chat.example.com"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-medha-class",
+}
+
+
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",), ("https://other.example.com",), ()])
+def test_a_web_page_may_send_requests_if_its_origin_is_allowed(
+    running_with: Any, tmp_path: pathlib.Path, origins: tuple[str, ...]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice:{hashlib.sha256(b'a-key').hexdigest()}\n")
+    running = running_with(allowed_origins=origins, api_keys=str(keys))
+    running.open()
+    allowed = PAGE if PAGE in origins else "*" if "*" in origins else None
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "say abc"}]}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        before = running.http.options(path, headers=PREFLIGHT)
+        assert (before.status_code == 200) is (allowed is not None)
+        assert before.headers.get("access-control-allow-origin") == allowed
+        assert before.headers["x-medha-request-id"]
+    for key, stream, status in (("a-key", False, 200), ("a-key", True, 200), ("wrong", False, 401)):
+        headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+        response = running.http.post(
+            "/v1/chat/completions", json={**body, "stream": stream}, headers=headers
+        )
+        assert response.status_code == status
+        assert response.headers.get("access-control-allow-origin") == allowed
+        exposed = response.headers.get("access-control-expose-headers")
+        assert exposed == ("*" if origins else None)

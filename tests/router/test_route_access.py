@@ -24,6 +24,7 @@ BODIES: dict[str, dict[str, Any] | None] = {
     "/tokenize": {"prompt": "say mine"},
     "/detokenize": {"tokens": [65, 66]},
     "/health": None,
+    "/ping": None,
     "/version": None,
 }
 """A body that each route accepts, but for its model; None for routes without a body."""

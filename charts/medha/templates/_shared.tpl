@@ -146,6 +146,7 @@ prometheus.io/port: {{ index . 1 | quote }}
   "tokenizer_workers" (int64 $c.tokenizerWorkers)
   "class_headers" $c.classHeaders
   "share_cache" $c.shareCache
+  "allowed_origins" $c.allowedOrigins
   "run_dir" "/tmp"
   "log_level" .Values.router.logLevel
   | mustToPrettyJson -}}
