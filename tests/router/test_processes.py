@@ -27,8 +27,9 @@ from tests.support.instant_replica import MODEL
 from medha.adapters.prometheus import Metrics, join_expositions
 from medha.cli.local_fleet.preflight import free_port_run, free_ports
 from medha.config import RouterConfig, render
-from medha.errors import SpecError
+from medha.errors import SetupError, SpecError
 from medha.messages import RouterDemand
+from medha_router.processes.parent import run_processes
 from medha_router.processes.process_configs import process_configs
 
 HOST = "127.0.0.1"
@@ -359,6 +360,23 @@ def test_each_process_has_its_own_port_for_controllers_and_all_share_the_public_
     assert [place.index for place in places] == [0, 1, 2]
     assert {place.fleet_ports for place in places} == {(7800, 7801, 7802)}
     assert {(own.processes, own.ops_token) for own in configs} == {(1, "")}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * 100, "makes a socket of "),
+        ("file/run", "cannot be used (Not a directory): set run_dir"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_used_is_named(
+    tmp_path: pathlib.Path, name: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError) as refused:
+        run_processes(config(run_dir=str(tmp_path / name)))
+    assert str(refused.value).startswith(f"run directory {tmp_path / name} {why}")
+    assert not list(tmp_path.glob("x*/*"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pathlib
 import secrets
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from medha.adapters.addresses import family_of, listening
 from medha.adapters.keys import write_secret
 from medha.adapters.prometheus import OpsServer, Tick, read_token
+from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.cli.local_fleet.child_process import ChildProcess, Launch
 from medha.cli.local_fleet.stopping import StopSignals
 from medha.cli.local_fleet.supervisor import Supervisor, SupervisorSettings, Unit, UnitState
@@ -47,7 +49,7 @@ NEVER_GIVEN_UP = 1 << 30
 def run_processes(config: RouterConfig) -> None:
     """Run a router of several processes until a signal or a drain request, and until it has
     drained. Raises SetupError or SpecError."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="medha-router-", dir=config.run_dir or None))
+    folder = _folder(config)
     try:
         with StopSignals() as signals, _reserved(config.host, config.port) as port:
             RouterParent(config, port, folder).run(signals)
@@ -174,6 +176,27 @@ class _Answers(threading.Thread):
         self._closing.set()
         self.join()
         self._pages.close()
+
+
+def _folder(config: RouterConfig) -> pathlib.Path:
+    """Make a folder in the run directory; raises SetupError."""
+    parent = pathlib.Path(config.run_dir or tempfile.gettempdir())
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="medha-router-", dir=parent))
+    except OSError as error:
+        raise SetupError(
+            f"run directory {parent} cannot be used ({error.strerror}): set run_dir to a folder "
+            "that this user may write"
+        ) from None
+    longest = os.fsencode(folder / f"{config.processes}.sock")
+    if len(longest) > IPC_PATH_BYTES:
+        folder.rmdir()
+        raise SetupError(
+            f"run directory {parent} makes a socket of {len(longest)} bytes: at most "
+            f"{IPC_PATH_BYTES} are allowed; set run_dir to a shorter folder"
+        )
+    return folder
 
 
 def _launches(path: pathlib.Path, config: RouterConfig) -> Callable[[int], Iterable[Launch]]:
