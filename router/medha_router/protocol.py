@@ -33,6 +33,7 @@ MAX_STOP_CHARS, MAX_STOPS_CHARS = 256, 1024
 MAX_SALT_CHARS = 1024
 MAX_BIASED, MAX_BAD_WORDS, MAX_BAD_CHARS = 1024, 128, 4096
 MAX_BIAS = 100.0
+MAX_TEMPERATURE = 10.0  # vLLM has no limit: with min_p, more than OpenAI's 2 makes sense
 MAX_DETOKENIZED = 1 << 20
 MAX_SHOWN_CHARS = 60
 SHOWN_BODY_BYTES = 64 << 10
@@ -195,7 +196,7 @@ class Body(Unsupported, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None

@@ -39,7 +39,7 @@ def wrong(response: httpx.Response, status: int) -> dict[str, Any]:
         ("n", 65),
         ("n", 1.5),
         ("temperature", -0.1),
-        ("temperature", 2.5),
+        ("temperature", 10.5),
         ("temperature", "hot"),
         ("top_p", 0),
         ("top_p", 1.1),

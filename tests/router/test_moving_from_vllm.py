@@ -239,6 +239,7 @@ def test_a_template_without_tools_serves_chats_that_may_call_none(served: Runnin
         ({"ignore_eos": 1, "stream": "true"}, {"ignore_eos": True, "stream": True}),
         ({"stream": 0, "stream_options": {}}, {"stream": False}),
         ({"cache_salt": "x" * 1024}, {"cache_salt": "x" * 1024}),
+        ({"temperature": 4}, {"temperature": 4.0}),
     ],
 )
 def test_numbers_may_be_written_as_clients_of_vllm_write_them(
