@@ -486,8 +486,6 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
     if len(given) != 1:
         raise RequestError("give either prompt or messages", code="invalid_value", param="prompt")
     chat = is_given(body.messages)
-    if chat and body.add_special_tokens:  # the template has them
-        raise unsupported("add_special_tokens", True)
     tools = read_tools(body.tools, msgspec.UNSET, None)
     values = template_values(body.chat_template_kwargs)
     has_values = b"".join(values.split()) not in (b"", b"{}")
@@ -506,7 +504,7 @@ def read_tokenize(data: bytes | bytearray) -> TokenizeParams:
         model=body.model or "",
         chat=chat,
         raw=given[0],
-        special=not chat and body.add_special_tokens is not False,
+        special=not chat if body.add_special_tokens is None else body.add_special_tokens,
         ending=prompt_end(body.add_generation_prompt, body.continue_final_message),
         tools=tools.raw if tools is not None else b"",
         template_values=values if chat else b"",

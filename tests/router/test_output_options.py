@@ -430,11 +430,13 @@ def test_special_tokens_are_added_on_request(running_with: Any, make_hello: Any)
         token: ord(letter) for letter, token in text["model"]["vocab"].items() if letter < "~"
     }
     for path, usual in (("completions", 1), ("chat/completions", 0)):
+        prompt = {"prompt": "say abcdef"} if path == "completions" else {"messages": [QUESTION]}
         options: tuple[dict[str, Any], ...] = ({}, {"add_special_tokens": True})
-        counts = [
-            ask(running, path, **fields).json()["usage"]["prompt_tokens"]
-            for fields in (*options, {"add_special_tokens": False})
-        ]
+        counts = []
+        for fields in (*options, {"add_special_tokens": False}):
+            counts.append(ask(running, path, **fields).json()["usage"]["prompt_tokens"])
+            tokens = running.http.post("/tokenize", json=fields | prompt).json()
+            assert tokens["count"] == counts[-1]
         assert [count - counts[2] for count in counts] == [usual, 1, 0]
     for kept, side, expected in (
         (4, "left", [START, *b"abc"]),
