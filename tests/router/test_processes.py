@@ -345,6 +345,28 @@ def test_a_terminated_parent_drains_every_process(start: Start) -> None:
     assert router.parent.wait(PATIENT_S) == 0
 
 
+def test_a_signal_after_a_drain_request_ends_the_streams(
+    start: Start, tmp_path: pathlib.Path
+) -> None:
+    """As with one process: `medha up` requests a drain, and then sends a signal."""
+    token = "t" * 16
+    (tmp_path / "token").write_text(token)
+    router = start(ops_token=str(tmp_path / "token"))
+    clients = router.connect(0), router.connect(1)
+    for client in clients:
+        client.send("hello", 3000)
+    streams = [client.events() for client in clients]
+    for stream in streams:
+        next(stream)
+    assert (
+        router.ops.post("/drain", headers={"authorization": f"Bearer {token}"}).status_code == 202
+    )
+    wait_until(lambda: router.ops.get("/readyz").status_code == 503)
+    router.parent.send_signal(signal.SIGTERM)
+    assert all(b'"code":"draining"' in list(stream)[-1] for stream in streams)
+    assert router.parent.wait(PATIENT_S) == 0
+
+
 # --- rules ----------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ class RouterParent:
     def run(self, signals: StopSignals) -> None:
         """Serve until a signal or a drain request, then let running requests finish.
 
-        A second signal ends them, a third kills the processes.
+        A second signal ends them, a third kills the processes. A drain request counts as a signal.
         """
         self._answers.start()
         try:
@@ -135,18 +135,19 @@ class RouterParent:
                     child.kill()
 
     def _stop(self, signals: StopSignals) -> None:
+        requested = int(self._drains.is_set())  # counts as a signal
         self._drains.set()
-        handled = max(signals.count, 1)
+        handled = 1
         self._supervisor.stop(time.monotonic())
         while not self._supervisor.stopped:
-            if signals.count > handled:
-                handled = signals.count
+            self._step(time.monotonic())  # first: a signal is lost while the same one is pending
+            if signals.count + requested > handled:
+                handled = signals.count + requested
                 for unit in self._units:
                     for child in unit.children:
                         child.terminate()
                 if handled > 2:
                     self._supervisor.stop(time.monotonic(), at_once=True)
-            self._step(time.monotonic())
 
 
 class _Answers(threading.Thread):
