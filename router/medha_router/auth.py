@@ -192,10 +192,15 @@ def _read_into(clients: dict[bytes, Client], lines: Iterable[str], path: pathlib
         client = known.get(options)
         if client is None:
             client = known[options] = _client(options, f"line {number} of {path}")
-        name = entry["name"]
-        clients[bytes.fromhex(entry["digest"])] = msgspec.structs.replace(
+        name, digest = entry["name"], bytes.fromhex(entry["digest"])
+        client = msgspec.structs.replace(
             client, tenant=name, cache_owner=f"tenant:{name}", owner=f"tenant:{name}"
         )
+        if clients.setdefault(digest, client) != client:
+            raise SetupError(
+                f"line {number} of {path} has the key of an earlier line, with another tenant or "
+                "other options: leave out one of them"
+            )
 
 
 def _client(options: str, where: str) -> Client:

@@ -217,6 +217,19 @@ def test_an_invalid_line_is_reported_by_its_number_and_never_quoted(
     assert "sha256sum" in message and "plain-secret" not in message and "\n" not in message
 
 
+@pytest.mark.parametrize("second", [("bob", ""), ("alice", " weight=2")])
+def test_a_key_has_one_tenant_and_one_set_of_options(
+    file: pathlib.Path, second: tuple[str, str]
+) -> None:
+    first = line("alice", "a-key")
+    file.write_text(first + first)
+    assert tenant(ApiKeys(file), b"a-key") == "alice"
+    name, options = second
+    file.write_text(first + line(name, "a-key").strip() + options)
+    with pytest.raises(SetupError, match=r"line 2 of .* has the key of an earlier line"):
+        ApiKeys(file)
+
+
 def test_a_missing_file_is_reported_with_the_remedy(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SetupError, match=r"cannot be read \(No such file .*one line per key"):
         ApiKeys(tmp_path / "none")
