@@ -94,7 +94,7 @@ class ApiKeys:
         self._path = path
         self._log = logging.getLogger("medha.router")
         self._version = self._seen = self._file_version()
-        self._changes = 0
+        self._changes, self._failure = 0, ""
         self._clients = read_keys(path)
         self._warn()
 
@@ -115,14 +115,18 @@ class ApiKeys:
             self._seen = version
             self._changes += 1
             return
-        self._version, self._changes = version, 0
+        self._changes = 0
         try:
             former, self._clients = self._clients, read_keys(self._path)
         except SetupError as error:
-            self._log.error("kept the former API keys: %s", error)
+            if str(error) != self._failure:
+                self._log.error("kept the former API keys: %s", error)
             if isinstance(error.__cause__, OSError):
-                self._version = None  # read it again
+                self._failure = str(error)  # and read it again
+            else:
+                self._version, self._failure = version, ""
             return
+        self._version, self._failure = version, ""
         self._log.info("read %d API keys", len(self._clients))
         self._warn()
         time.sleep(LOOKUP_S)
@@ -132,7 +136,10 @@ class ApiKeys:
         """Keep the keys those of the file, until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            await asyncio.to_thread(self.refresh)
+            try:
+                await asyncio.to_thread(self.refresh)
+            except Exception as error:  # such as no thread; else no key could be revoked any more
+                self._log.error("the API keys were not read again: %r", error)
 
     def _warn(self) -> None:
         if not self._clients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import logging
@@ -15,7 +16,8 @@ import openai
 import pytest
 
 from medha.errors import SetupError
-from medha_router.auth import LINES_AT_ONCE, MOST_CHANGES, ApiKeys
+from medha_router import auth
+from medha_router.auth import LINES_AT_ONCE, MOST_CHANGES, ApiKeys, Client
 
 Routers = Callable[..., Any]
 Eventually = Callable[..., None]
@@ -158,6 +160,49 @@ def test_an_invalid_file_changes_nothing(
     keys.refresh()
     keys.refresh()
     assert tenant(keys, b"a-key") == "bob"
+
+
+def test_keys_are_followed_on_after_a_failure(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, read, reads = ApiKeys(file), auth.read_keys, list[pathlib.Path]()
+
+    def fails_once(path: pathlib.Path) -> dict[bytes, Client]:
+        reads.append(path)
+        if len(reads) == 1:
+            raise RuntimeError("can't start new thread")
+        return read(path)
+
+    monkeypatch.setattr(auth, "read_keys", fails_once)
+    monkeypatch.setattr(auth, "REFRESH_S", 0.0)
+    replace(file, line("carol", "c-key"))
+
+    async def follow() -> None:
+        following = asyncio.ensure_future(keys.follow())
+        while tenant(keys, b"c-key") is None and not following.done():
+            await asyncio.sleep(0.001)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(follow(), PATIENT_S))
+    assert tenant(keys, b"c-key") == "carol"
+    assert "not read again: RuntimeError" in caplog.text
+
+
+def test_a_file_that_stays_unreadable_is_reported_once(
+    file: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, text = ApiKeys(file), file.read_text()
+    for reports in (1, 2):
+        file.unlink()
+        file.mkdir()
+        for _ in range(5):
+            keys.refresh()
+        assert caplog.text.count("kept the former API keys") == reports
+        assert tenant(keys, b"a-key") == "alice"
+        file.rmdir()
+        file.write_text(text)
+        keys.refresh()
+        keys.refresh()
 
 
 def test_a_file_that_is_written_in_place_counts_once_it_stands_still(file: pathlib.Path) -> None:
