@@ -344,13 +344,20 @@ def most_connections() -> int:
 
 
 async def _watch(gate: MemoryGate, busy: Callable[[], bool]) -> None:
-    log = logging.getLogger("medha.router")
+    log, measures = logging.getLogger("medha.router"), True
     while True:
-        used_bytes = resident_bytes()
-        if gate.observe(used_bytes, busy=busy()):
-            fields = {"used_bytes": used_bytes, "limit_bytes": gate.limit_bytes}
-            text = "memory is short: refusing new requests" if gate.refuses else "memory suffices"
-            log.warning(text, extra={"fields": fields})
+        try:
+            used_bytes = resident_bytes()
+        except OSError as error:  # no file is left to open: the gate stays as it is
+            if measures:
+                log.error("memory is not measured: %s", error)
+            measures = False
+        else:
+            measures = True
+            if gate.observe(used_bytes, busy=busy()):
+                fields = {"used_bytes": used_bytes, "limit_bytes": gate.limit_bytes}
+                short = "memory is short: refusing new requests"
+                log.warning(short if gate.refuses else "memory suffices", extra={"fields": fields})
         await asyncio.sleep(MEMORY_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import pathlib
@@ -14,7 +15,9 @@ import httpx
 import pytest
 from tests.router.conftest import MODEL, Controller, wait_until
 
+from medha.adapters.memory import MemoryGate
 from medha.config import RouterConfig, RouterModel, RouterProcess, render
+from medha_router import app
 from medha_router.app import memory_limit_bytes
 
 LIMIT_BYTES, HELD_BYTES, UPLOADS = 480 << 20, 56 << 20, 6
@@ -105,3 +108,27 @@ def test_processes_of_a_router_have_equal_parts_of_its_memory() -> None:
     place = RouterProcess(index=1, fleet_ports=(1, 2, 3), ops_socket="", salt_secret="")
     shared = RouterConfig(fleet_bind="tcp://127.0.0.1:0", memory_limit_bytes=900, process=place)
     assert memory_limit_bytes(shared) == 300
+
+
+def test_memory_is_measured_again_after_a_lack_of_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, outcomes = MemoryGate(100, refuses=True), iter([None, None, 90, 10])
+
+    def measured() -> int:
+        used_bytes = next(outcomes, 10)
+        if used_bytes is None:
+            raise OSError(24, "Too many open files")
+        return used_bytes
+
+    monkeypatch.setattr(app, "resident_bytes", measured)
+    monkeypatch.setattr(app, "MEMORY_S", 0.0)
+
+    async def watch() -> None:
+        watching = asyncio.ensure_future(app._watch(gate, lambda: True))
+        while gate.refuses and not watching.done():
+            await asyncio.sleep(0)
+        watching.cancel()
+
+    asyncio.run(watch())
+    assert not gate.refuses and caplog.text.count("memory is not measured") == 1
