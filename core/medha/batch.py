@@ -19,8 +19,9 @@ import msgspec
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Tokens of one sequence in one iteration; a decode is a chunk of one with `decode` true.
 
-    `pages`: ids of pages that this chunk newly allocates in group `tail`, in logical order; the
-    first holds logical page ceil(start / page_tokens). `yields`: the last row's logits are sampled.
+    `pages`: ids of pages that this chunk adds to group `tail`, in logical order; the last holds the
+    chunk's last token. Those before `start` others have computed since the sequence's last chunk.
+    `yields`: the last row's logits are sampled.
     """
 
     seq: int

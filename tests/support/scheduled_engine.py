@@ -50,7 +50,8 @@ class Answer:
 class ScheduledEngine:
     """A replica of one rank. A batch holds up to `chunk` tokens of a prompt.
 
-    `most_held`: the most pages that one sequence held.
+    `most_held`: the most pages that one sequence held; `caught_up`: chunks that follow tokens which
+    another sequence has computed since the last one.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class ScheduledEngine:
             Topology(), shape, times, settings, pages, page_tokens, shape.max_context_tokens
         )
         self.scheduler.group_joined(0, 1, 0.0)
-        self.most_held, self.now = 0, 0.0
+        self.most_held, self.caught_up, self.now = 0, 0, 0.0
         self._in_flight_max = 1 + int(settings.ahead_s > 0.0)
         self._answers: dict[int, Answer] = {}
         self._known: set[int] = set()
+        self._ends: dict[int, int] = {}
         self._steps = 0
 
     def submit(self, name: str, prompt: Tokens, outputs: int) -> Answer:
@@ -141,6 +143,8 @@ class ScheduledEngine:
         new = [chunk.seq for chunk in chunks if chunk.seq not in self._known]
         self._known.update(new)
         self._steps += 1
+        self.caught_up += sum(c.start > self._ends.get(c.seq, c.start) for c in chunks)
+        self._ends.update((chunk.seq, chunk.end) for chunk in chunks)
         step = Step(
             step=self._steps,
             batch=batch,

@@ -310,9 +310,9 @@ class InputBuilder:
         Afterwards logical pages start // T … (end − 1) // T must be held.
         """
         start = chunk.start
-        if chunk.pages:
-            self.sequences.append(state, -(-start // page_tokens), chunk.pages)
         first, last = start // page_tokens, (start + chunk.length - 1) // page_tokens
+        if chunk.pages:
+            self.sequences.append(state, last + 1 - len(chunk.pages), chunk.pages)
         if not state.pages.ends_with(first, last):
             raise ProtocolError(
                 f"sequence {chunk.seq}: tokens [{chunk.start}, {chunk.end}) need logical pages"

@@ -389,6 +389,7 @@ class BatchBuilder:
 
     def _place(self, draft: BatchDraft, sequence: Sequence) -> ChunkDraft | None:
         """Draft the largest chunk that has pages; None if there is no room in the group set."""
+        left = self.groups.catch_up(sequence)
         tail, room = self.groups.next_tail(sequence)
         groups = sequence.groups
         for move in sequence.switching:
@@ -397,7 +398,7 @@ class BatchBuilder:
             groups = tuple(sorted((*groups, tail))) if groups else (tail,)
         if not room or (groups != draft.group_set and not draft.loads.keys() >= set(groups)):
             return None
-        limit = min(sequence.target_tokens - sequence.scheduled_tokens, room)
+        limit = min(left, room)
         if self.settings.long_prefill_threshold_tokens is not None:
             limit = min(limit, self.settings.long_prefill_threshold_tokens)
         return ChunkDraft(sequence, limit, tail, groups)
@@ -484,7 +485,7 @@ class BatchBuilder:
         for prefill in draft.chunks:
             sequence = prefill.sequence
             start = sequence.scheduled_tokens
-            pages = self.groups.extend(sequence, prefill.length, prefill.tail)
+            self.groups.extend(sequence, prefill.length, prefill.tail)
             chunks.append(
                 Chunk(
                     sequence.number,
@@ -492,7 +493,7 @@ class BatchBuilder:
                     prefill.length,
                     prefill.groups,
                     prefill.tail,
-                    pages,
+                    sequence.newest_pages(),
                     sequence.scheduled_tokens == sequence.target_tokens,
                 )
             )

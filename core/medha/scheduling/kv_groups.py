@@ -223,6 +223,31 @@ class KvGroups:
             self.update_shared(sequence)
         return True
 
+    def catch_up(self, sequence: Sequence) -> int:
+        """Take over the next pages if others have computed them since the sequence started.
+
+        Returns how many tokens its next chunk may have: as far as it must compute itself. A page
+        that it has begun it ends first; a promised one does not, as that may take a batch more.
+        """
+        left, groups = sequence.remaining_tokens, sequence.assigned_groups
+        if not sequence.hashes or len(groups) != 1 or self.pool.slides:
+            return left
+        size, pages = self.pool.page_tokens, self.pool.groups[groups[0]]
+        page, filled = len(sequence.page_of), sequence.scheduled_tokens % size
+        usable = min(len(sequence.hashes), (sequence.target_tokens - 1) // size)
+        if page >= usable or pages.find(sequence.hashes[page]) is None:
+            return left
+        if filled:
+            return left if sequence.promised else size - filled
+        most = min(usable, page + sequence.reserved.get(groups[0], 0))
+        cached = pages.leading_pages(groups[0], sequence.hashes[page:most])
+        self._return_reserve(sequence, len(cached))
+        for _, shared in cached:
+            pages.share(shared)
+        sequence.catch_up(cached, size)
+        self.queues.update_work(sequence)
+        return sequence.remaining_tokens
+
     def steal_work(self, group: int) -> Sequence | None:
         """Move an unstarted prompt from the busiest group to an idle one; return the prompt.
 
@@ -357,8 +382,8 @@ class KvGroups:
             sequence.reserve(tail, own + extra)
             self.pool.groups[tail].reserve(extra)
 
-    def extend(self, sequence: Sequence, length: int, tail: int) -> tuple[int, ...]:
-        """Schedule `length` more tokens in `tail`; return the ids of the pages taken."""
+    def extend(self, sequence: Sequence, length: int, tail: int) -> None:
+        """Schedule `length` more tokens in `tail`, with the pages that they need."""
         pages = self.pool.groups[tail]
         scheduled = sequence.scheduled_tokens + length
         count = -(-scheduled // self.pool.page_tokens) - len(sequence.page_of)
@@ -371,13 +396,12 @@ class KvGroups:
         if count > own:
             self._return_reserve(sequence, count - own)
         if active:
-            return tuple(new)
+            return
         if tail not in sequence.assigned_groups:
             sequence.assign_more(tail)
             if not sequence.decoding:
                 self.queues.enqueue(sequence)
         self.update_shared(sequence)
-        return tuple(new)
 
     def slide(self, sequence: Sequence, position: int) -> None:
         """Drop the pages that no token from `position` on sees: all before it are computed.

@@ -50,7 +50,8 @@ class Sequence:
     promise set; `promised`: by a promise. `started`: pages are allocated, also while a preempted or
     finished sequence waits for batches in flight. `reserved`: pages per group still to be taken;
     `growth_claim`: pages claimed of groups that do not run yet. `new_pages`: pages that the newest
-    chunk took; no page before `first_page` is held. `displaced`: others took its place in the
+    chunk brings to the ranks; `unsent_pages`: those that the next one brings in front of its own.
+    No page before `first_page` is held. `displaced`: others took its place in the
     promise set. `moving`: page copies under way or not yet switched. `rounds_skipped`,
     `blocked_since_s`: how long it has waited for its groups to be free together;
     `declined_together`: they were, and it was not chosen. `held_s`: its place while it decodes,
@@ -113,6 +114,7 @@ class Sequence:
         "token_at_s",
         "total_work_s",
         "tpot_s",
+        "unsent_pages",
     )
 
     def __init__(self, number: int, request: Request, hashes: abc.Sequence[bytes] = ()) -> None:
@@ -153,7 +155,7 @@ class Sequence:
         self.alone, self.tail = False, -1
         self._tokens_by_group: dict[int, int] = {}
         self._tail_tokens = 0
-        self.new_pages = 0
+        self.new_pages = self.unsent_pages = 0
         self.next_groups, self.prepared = (), False
         self.decode_due_s, self.credit_until_s, self.token_at_s = 0.0, inf, 0.0
         self.rounds_skipped, self.declined_together = 0, False
@@ -199,6 +201,10 @@ class Sequence:
     def ready(self) -> bool:
         """The next prompt chunk may be scheduled: the previous one has left stage 0."""
         return self.past_stage0_tokens == self.scheduled_tokens and not self.stopped
+
+    def newest_pages(self) -> tuple[int, ...]:
+        """Return the pages that the newest chunk brings to the ranks."""
+        return tuple(self.page_of[-self.new_pages :]) if self.new_pages else NO_PAGES
 
     def layout(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """Return (group, ((logical page, page id), …)) without the pages of the newest chunk."""
@@ -271,7 +277,14 @@ class Sequence:
             self.add_tokens(group, page_tokens)
             self.tail = group
         tokens = len(self.page_of) * page_tokens
-        self.scheduled_tokens = self.past_stage0_tokens = self.computed_tokens = tokens
+        self.scheduled_tokens = self.past_stage0_tokens = tokens
+        if not self.in_flight:
+            self.computed_tokens = tokens
+
+    def catch_up(self, cached: list[tuple[int, int]], page_tokens: int) -> None:
+        """Take over the next pages after the start; the next chunk brings them to the ranks."""
+        self.reuse(self.first_page, cached, page_tokens)
+        self.unsent_pages += len(cached)
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -352,7 +365,7 @@ class Sequence:
             self.tail = group
         if reserved:
             self.reserved[group] -= reserved
-        self.new_pages = len(pages)
+        self.new_pages, self.unsent_pages = self.unsent_pages + len(pages), 0
         self.scheduled_tokens += tokens
         self.add_tokens(group, tokens)
         self.in_flight += 1
@@ -499,8 +512,7 @@ def take_decodes(sequences: list[Sequence]) -> list[Chunk]:
     for sequence in sequences:
         sequence.credit_until_s += sequence.tpot_s
         sequence.prepared = False
-        new = sequence.new_pages
-        pages = tuple(sequence.page_of[-new:]) if new else NO_PAGES
+        pages = sequence.newest_pages()
         start, groups = sequence.scheduled_tokens - 1, sequence.next_groups
         chunks.append(chunk(sequence.number, start, 1, groups, sequence.tail, pages, True, True))
     return chunks

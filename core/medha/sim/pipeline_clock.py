@@ -123,6 +123,8 @@ class PipelineClock:
                     for group, pages in self._layout(chunk.seq)
                     if pages
                 }
+            if len(chunk.groups) == 1:  # it may have caught up with others
+                self.held[chunk.seq][chunk.tail] = chunk.start
         for number in batch.switches:
             self._switch(self._moves.pop(number))
         loads = self._batch_loads(batch)
