@@ -65,6 +65,15 @@ def arrival(id: str, at: float, prompt: int, output: int = 1, **more: object) ->
     )
 
 
+def lose(of: SimulatedFleet, name: str, at: float) -> None:
+    """Lose the only group of a replica at that time."""
+
+    def lost() -> None:
+        of.replicas[name].lose(0)
+
+    of.loop.at(at, ARRIVE, lost)
+
+
 @pytest.mark.parametrize("spp", [2, 3, 4])
 def test_a_pipeline_keeps_the_promises_that_a_router_gives(spp: int) -> None:
     tight = SloClass(slo=Slo(ttft_floor_s=0.3, ttft_multiplier=1.3, tpot_s=0.1))
@@ -224,3 +233,30 @@ def test_more_replicas_keep_more_promises_at_the_same_arrivals() -> None:
         for count in (1, 2)
     )
     assert double > single
+
+
+def test_requests_of_a_lost_replica_go_on_elsewhere_at_once() -> None:
+    of = fleet(2, pages=60_000)
+    of.play([arrival(f"{number}", 0.1 * number, 2000, 200) for number in range(20)])
+    lose(of, "r0", 3.0)
+    of.loop.run(3.0 - 1e-6)
+    there = {live.request.id: live.emitted for live in of.replicas["r0"].live.values()}
+    assert any(there.values())
+    of.loop.run(most_events=200_000)
+    records = {record.id: record for record in of.records()}
+    assert len(records) == 20 and all(r.output_tokens == 200 for r in records.values())
+    assert {records[name].replica for name in there} == {"r1"}
+    assert max(records[name].worst_gap_s for name in there) < 1.0
+    assert all(record.in_time for record in records.values())
+    loads = [replica.scheduler.load(of.loop.now) for replica in of.replicas.values()]
+    assert all(load.free_pages == load.total_pages for load in loads)
+
+
+def test_requests_of_the_only_replica_wait_until_it_has_a_group_again() -> None:
+    of = fleet(1, pages=60_000)
+    of.play([arrival(f"{number}", 0.1 * number, 2000, 200) for number in range(5)])
+    lose(of, "r0", 1.0)
+    of.loop.run(most_events=200_000)
+    records = of.records()
+    assert len(records) == 5 and all(record.output_tokens == 200 for record in records)
+    assert max(record.worst_gap_s for record in records) > 60.0

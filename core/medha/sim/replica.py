@@ -68,6 +68,29 @@ class Live:
         self.last_s = now
         self.emitted += 1
 
+    def record(self, replica: str) -> RequestRecord:
+        """Return the record of the request so far. `replica`: the name of the one that has it."""
+        request = self.request
+        return RequestRecord(
+            id=request.id,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=self.emitted,
+            cached_tokens=self.cached,
+            ttft_deadline_s=request.ttft_deadline_s,
+            tpot_s=request.tpot_s,
+            work_s=request.work_s,
+            first_token_s=self.first_s,
+            finished_s=self.finished_s,
+            left_s=self.left_s,
+            worst_gap_s=self.gap_s,
+            promised=self.promised,
+            refused=self.failed,
+            slo_class=request.slo_class,
+            tenant=request.tenant,
+            replica=replica,
+        )
+
 
 class SimReplica:
     """Runs one Scheduler on a Loop.
@@ -105,16 +128,32 @@ class SimReplica:
             self._join(group)
 
     def submit(
-        self, request: Request, hashes: Sequence[bytes] = (), stops_after: int | None = None
+        self,
+        request: Request,
+        hashes: Sequence[bytes] = (),
+        stops_after: int | None = None,
+        resumed: Live | None = None,
     ) -> None:
-        """Submit a request, or record its refusal. `stops_after`: tokens until it stops."""
+        """Submit a request, or record its refusal. `stops_after`: tokens until it stops.
+
+        `resumed`: the request as another replica withdrew it; its tokens are part of the prompt.
+        """
+        rest = request
+        if resumed is not None:
+            rest = structs.replace(
+                request,
+                prompt_tokens=request.prompt_tokens + resumed.emitted,
+                max_output_tokens=request.max_output_tokens - resumed.emitted,
+            )
         try:
-            admitted = self.scheduler.submit(request, self.loop.now, hashes)
+            admitted = self.scheduler.submit(rest, self.loop.now, hashes)
         except Refusal as refusal:
             self.refused[request.id] = (request, refusal.code)
             return
-        live = Live(request, stops_after)
-        live.cached, live.promised = admitted.cached_tokens, admitted.promised
+        live = resumed
+        if live is None:
+            live = Live(request, stops_after)
+            live.cached, live.promised = admitted.cached_tokens, admitted.promised
         self.live[admitted.seq] = live
         self._seqs[request.id] = admitted.seq
         self.kick()
@@ -130,6 +169,20 @@ class SimReplica:
         if seq is not None:
             self._end(seq).left_s = self.loop.now
         self.kick()
+
+    @property
+    def empty(self) -> bool:
+        """True if no KVP group runs here."""
+        return not self.clock.free_s
+
+    def withdraw(self) -> list[Live]:
+        """Abort all requests here and return them: another replica resumes them."""
+        withdrawn = list(self.live.values())
+        for live in withdrawn:
+            self.scheduler.abort(live.request.id, self.loop.now)
+        self.live.clear()
+        self._seqs.clear()
+        return withdrawn
 
     def kick(self) -> None:
         """Schedule a round after all other events of this instant."""
@@ -170,9 +223,9 @@ class SimReplica:
 
     def records(self) -> list[RequestRecord]:
         """A record of every request so far."""
-        records = [self.record(live) for live in [*self.over, *self.live.values()]]
+        records = [live.record(self.name) for live in [*self.over, *self.live.values()]]
         for request, code in self.refused.values():
-            records.append(structs.replace(self.record(Live(request, None)), refused=code))
+            records.append(structs.replace(Live(request, None).record(self.name), refused=code))
         return records
 
     def _start_group(self, group: int) -> None:
@@ -276,26 +329,3 @@ class SimReplica:
                 self._generation += 1
                 self.scheduler.group_released(group, self._generation, now)
                 self.clock.leave(group)
-
-    def record(self, live: Live) -> RequestRecord:
-        """The record of one request so far."""
-        request = live.request
-        return RequestRecord(
-            id=request.id,
-            arrival_s=request.arrival_s,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=live.emitted,
-            cached_tokens=live.cached,
-            ttft_deadline_s=request.ttft_deadline_s,
-            tpot_s=request.tpot_s,
-            work_s=request.work_s,
-            first_token_s=live.first_s,
-            finished_s=live.finished_s,
-            left_s=live.left_s,
-            worst_gap_s=live.gap_s,
-            promised=live.promised,
-            refused=live.failed,
-            slo_class=request.slo_class,
-            tenant=request.tenant,
-            replica=self.name,
-        )

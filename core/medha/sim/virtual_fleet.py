@@ -7,7 +7,8 @@ Drives the Dispatchers of the routers and the grants of the controllers; message
 A replica reports its Load at every arrival and after every round of its scheduler. A router knows
 the Load of the last LoadReport, so the simulated fleet is the best case of the same decisions.
 Requests are dealt to the routers in turn. Those that arrive while no replica serves are held for
-the next one.
+the next one. Those of a replica that lost all its groups are queued again with their tokens if
+another one serves; else they wait there.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ from medha.messages import Head, Load, ModelDemand
 from medha.predictor import Predictor
 from medha.request import Request, SloClass
 from medha.sim.loop import ARRIVE, Loop
-from medha.sim.replica import SimReplica
+from medha.sim.replica import Live, SimReplica
 from medha.sim.report import RequestRecord
 from medha.sim.workload import Arrival
 
 MODEL = "model"  # the only one
 VERSION = ""  # all replicas serve the same version
+SENT = 64  # requests of a replica that may have ended, before they are forgotten
 
 
 class SimulatedRequest:
-    """A request in the queue of a router, as its dispatcher reads it."""
+    """A request in the queue of a router, as its dispatcher reads it.
 
-    __slots__ = ("arrival", "dispatcher", "hashes", "page_names", "request")
+    `lost`: what the replica that lost it had served; `moves`: the number of these replicas.
+    """
 
-    version, output_tokens, moves = VERSION, 0, 0
+    __slots__ = ("arrival", "dispatcher", "hashes", "lost", "moves", "page_names", "request")
+
+    version = VERSION
 
     def __init__(
         self,
@@ -54,6 +59,12 @@ class SimulatedRequest:
         self.request, self.arrival, self.dispatcher = request, arrival, dispatcher
         self.page_names = arrival.page_names(page_tokens)
         self.hashes = b"".join(self.page_names)
+        self.lost: Live | None = None
+        self.moves = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return 0 if self.lost is None else self.lost.emitted
 
 
 class SimulatedLink:
@@ -71,6 +82,7 @@ class SimulatedLink:
         self.reported_s = float("nan")  # time of `load`; nan if the replica has changed since
         self.draining = False
         self.published: list[tuple[str, bool]] = []  # (id, promised) of the heads it has
+        self.sent: dict[str, SimulatedRequest] = {}  # those that it serves, and some ended ones
         self.counted = 0  # ended requests that demand has counted
 
     @property
@@ -80,6 +92,14 @@ class SimulatedLink:
     @property
     def predictor(self) -> Predictor:
         return self.replica.scheduler.predictor
+
+    def keep(self, item: SimulatedRequest) -> None:
+        """Keep a request that was submitted, in case the replica loses it."""
+        if len(self.sent) > 2 * len(self.replica.live) + SENT:
+            self.sent = {
+                name: sent for name, sent in self.sent.items() if self.replica.serves(name)
+            }
+        self.sent[item.request.id] = item
 
     @property
     def open(self) -> bool:
@@ -273,12 +293,33 @@ class SimulatedFleet:
             return
         if link.draining:
             self._remove_if_idle(link)
-        if self.waiting:
+        if replica.empty and replica.live and self._others_serve(link):
+            self._requeue_all(link)
+        elif self.waiting:
             self._report(link)
             self._dispatch(ready=link)
         else:
             self._report_cache(link)
             link.reported_s = float("nan")
+
+    def _others_serve(self, link: SimulatedLink) -> bool:
+        return any(
+            not other.draining and not other.replica.empty
+            for other in self.links.values()
+            if other is not link
+        )
+
+    def _requeue_all(self, link: SimulatedLink) -> None:
+        """Queue the requests of a replica without KVP groups again, for other replicas."""
+        now = self.loop.now
+        for live in link.replica.withdraw():
+            item = link.sent.pop(live.request.id)
+            item.lost, item.moves = live, item.moves + 1
+            item.dispatcher.drop(live.request.id, link.name, now)
+            item.dispatcher.resume(item, now)
+        for other in self.links.values():
+            self._report(other)
+        self._dispatch()
 
     def _report(self, link: SimulatedLink) -> None:
         """Pass a replica's cache changes and Load to the dispatchers."""
@@ -371,7 +412,8 @@ class SimulatedFleet:
         item = dispatcher.take(id, link.name, self.loop.now)
         if item is None:
             return
-        link.replica.submit(item.request, item.page_names, item.arrival.output_tokens)
+        link.replica.submit(item.request, item.page_names, item.arrival.output_tokens, item.lost)
+        link.keep(item)
         link.grants.submitted(id, self.loop.now)
         link.published = [head for head in link.published if head[0] != id]
         dispatcher.accepted(id, link.name)
@@ -422,7 +464,7 @@ class SimulatedFleet:
         link.counted += len(over)
         for live in over:
             least_tpot_s = self._least_tpot_s(live.request)
-            record = link.replica.record(live)
+            record = live.record(link.name)
             if record.left_s is None:
                 self._demand.over(MODEL, live.request, record.good, self.loop.now, least_tpot_s)
 
@@ -433,6 +475,8 @@ class SimulatedFleet:
 
         `code`: of its refusal; `left_s`: when its client left.
         """
+        if item.lost is not None:
+            return msgspec.structs.replace(item.lost.record(""), refused=code, left_s=left_s)
         request = item.request
         cached = item.dispatcher.cached_tokens(item.page_names, request.prompt_tokens)
         return RequestRecord(
