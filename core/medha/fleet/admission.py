@@ -155,10 +155,10 @@ class TenantUsage:
 
         The larger one: of short prompts in the last seconds, or of all prompts in the last minutes.
         """
-        reported = [work for estimate in estimates for work in estimate.load.promised_work]
-        replicas = sum([estimate.load.share for estimate in estimates])
-        short = sum([work.short_s for work in reported]) / SHORT_MEMORY_S
-        return max(short, sum([work.seconds for work in reported]) / MEMORY_S) / max(1e-9, replicas)
+        reported = [estimate.reported_s() for estimate in estimates]
+        replicas = max(1e-9, sum([estimate.load.share for estimate in estimates]))
+        recent_s = sum([short_s for _, short_s in reported]) / SHORT_MEMORY_S
+        return max(recent_s, sum([seconds for seconds, _ in reported]) / MEMORY_S) / replicas
 
     @property
     def several(self) -> bool:

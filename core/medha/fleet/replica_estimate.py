@@ -82,6 +82,7 @@ class ReplicaEstimate:
         self._held: dict[str, Held] = {}
         self._accepted: set[str] = set()
         self._promised_work: dict[str, TenantWork] = {}  # by tenant, as reported
+        self._reported_s: tuple[float, float] | None = None  # of all tenants, once asked for
         self._held_work: dict[tuple[str, bool], float] = {}  # by tenant and whether short
         self.drain_s = (predictor.topology.spp - 1) * max_batch_s
         self.margins = [Margins(self.drain_s)]
@@ -216,6 +217,7 @@ class ReplicaEstimate:
         """Take a Load over. It counts the requests that were accepted before, so release them."""
         self._take(load, now)
         self._promised_work = {work.tenant: work for work in load.promised_work}
+        self._reported_s = None
         for name in self._accepted:
             if (held := self._held.pop(name, None)) is not None:
                 self._charge(held, -held.charge_s)
@@ -269,6 +271,17 @@ class ReplicaEstimate:
             total += self._held_work.get((tenant, False), 0.0)
         reported = self._promised_work.get(tenant)
         return total if reported is None else total + reported.of(short)
+
+    def reported_s(self) -> tuple[float, float]:
+        """Return the prefill seconds that were promised to all tenants in the last minutes, and
+        those of short prompts in the last seconds."""
+        if self._reported_s is None:
+            works = self._promised_work.values()
+            self._reported_s = (
+                sum([work.seconds for work in works]),
+                sum([work.short_s for work in works]),
+            )
+        return self._reported_s
 
     @property
     def known(self) -> bool:
