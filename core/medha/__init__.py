@@ -2,7 +2,7 @@
 
 from medha import compiled
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of the ZeroMQ messages; a peer with another version is refused."""
 
 COMPILED = compiled.install()

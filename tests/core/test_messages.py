@@ -40,7 +40,7 @@ def test_messages_with_other_fields_have_another_protocol() -> None:
         and (kind.__struct_config__.array_like or not kind.__struct_config__.omit_defaults)
     )
     digest = hashlib.blake2b(repr(fields).encode(), digest_size=4).hexdigest()
-    assert (PROTOCOL, digest) == (14, "40c14805")
+    assert (PROTOCOL, digest) == (15, "40c14805")
 
 
 def test_a_step_survives_the_wire() -> None:
