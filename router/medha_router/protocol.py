@@ -369,17 +369,20 @@ class DetokenizeParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 B = TypeVar("B")
+WHOLE_NUMBER = re.compile(r"Expected `int( \| \w+)*`, got `float`")
 
 
 def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     """Decode a JSON body; raises RequestError naming the field and what was expected.
 
-    As in vLLM, 5.0 and "5" stand for the integer 5, and 1 and "true" for true.
+    5.0 is the integer 5, as in JSON Schema and in vLLM.
     """
     try:
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            if not WHOLE_NUMBER.match(str(error)):
+                raise
             return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")

@@ -233,11 +233,8 @@ def test_a_template_without_tools_serves_chats_that_may_call_none(served: Runnin
     ("fields", "meant"),
     [
         ({"max_tokens": 5.0}, {"max_tokens": 5}),
-        ({"max_tokens": "5", "temperature": "0.5"}, {"max_tokens": 5, "temperature": 0.5}),
-        ({"stop_token_ids": [1.0, "2"], "seed": 3.0}, {"stop_token_ids": [1, 2], "seed": 3}),
-        ({"logit_bias": {"5": "1.5"}}, {"logit_bias": {"5": 1.5}}),
-        ({"ignore_eos": 1, "stream": "true"}, {"ignore_eos": True, "stream": True}),
-        ({"stream": 0, "stream_options": {}}, {"stream": False}),
+        ({"stop_token_ids": [1.0, 2], "seed": 3.0}, {"stop_token_ids": [1, 2], "seed": 3}),
+        ({"stream": False, "stream_options": {}}, {"stream": False}),
         ({"cache_salt": "x" * 1024}, {"cache_salt": "x" * 1024}),
         ({"temperature": 4}, {"temperature": 4.0}),
     ],
@@ -254,10 +251,10 @@ def test_numbers_may_be_written_as_clients_of_vllm_write_them(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 5.5), ("max_tokens", "five"), ("max_tokens", True), ("stream", 2), ("stop", 5)],
+    [("max_tokens", 5.5), ("max_tokens", "5"), ("max_tokens", True), ("stream", 1), ("stop", 5)],
 )
 def test_a_value_that_stands_for_no_other_is_refused(field: str, value: Any) -> None:
-    body = {"messages": [], "n": 1.0, field: value}
+    body = {"messages": [], field: value}
     with pytest.raises(RequestError) as refused:
         read_chat(json.dumps(body).encode())
     assert refused.value.param == field and f"{field} is {value!r}: " in str(refused.value)

@@ -15,7 +15,7 @@ from medha_router.dialects.messages_body import read_messages_body
 from medha_router.dialects.responses_body import read_responses
 from medha_router.protocol import read_chat, read_completion
 
-OTHERS: tuple[object, ...] = (False, True, 2, -2, "", "none", "x", [], [1], {}, {"x": 1})
+OTHERS: tuple[object, ...] = (False, True, 0, 1, "", "none", "x", [], [1], {}, {"x": 1})
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say a"}]}
 
 
