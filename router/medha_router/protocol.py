@@ -375,7 +375,8 @@ WHOLE_NUMBER = re.compile(r"Expected `int( \| \w+)*`, got `float`")
 def read_body(data: bytes | bytearray, kind: type[B]) -> B:
     """Decode a JSON body; raises RequestError naming the field and what was expected.
 
-    5.0 is the integer 5, as in JSON Schema and in vLLM.
+    5.0 is the integer 5, as in JSON Schema and in vLLM. A body with such a number is decoded
+    leniently, so that its strings may stand for numbers, too.
     """
     try:
         try:

@@ -149,17 +149,6 @@ class TenantUsage:
         allowed_s = max(room_s - work_s - taken_s, 0.5 * room_s)
         return half_life_s * math.log2(max(1.0, promised_s / allowed_s))
 
-    @staticmethod
-    def promised_part(estimates: Sequence[ReplicaEstimate]) -> float:
-        """Return the part of the replicas' time that was promised in the last seconds or minutes.
-
-        The larger one: of short prompts in the last seconds, or of all prompts in the last minutes.
-        """
-        reported = [estimate.reported_s() for estimate in estimates]
-        replicas = max(1e-9, sum([estimate.load.share for estimate in estimates]))
-        recent_s = sum([short_s for _, short_s in reported]) / SHORT_MEMORY_S
-        return max(recent_s, sum([seconds for seconds, _ in reported]) / MEMORY_S) / replicas
-
     @property
     def several(self) -> bool:
         """True if more than one tenant is active."""
@@ -253,7 +242,7 @@ def admit(
     if slo_class.when_infeasible == "relegate":
         return AdmissionDecision(best, False, beyond_share=bool(wait_s) and usage.several)
     if fits:
-        left = 1.0 if others_wait else max(LEAST_LEFT, 1.0 - usage.promised_part(estimates))
+        left = 1.0 if others_wait else max(LEAST_LEFT, 1.0 - _promised_part(estimates))
         if waiting_s / left / len(estimates) + best.work_s <= request.due_s - now:
             return AdmissionDecision(best, False, beyond_share=usage.several)
         raise Refusal(
@@ -287,6 +276,17 @@ def admit(
         earliest_ttft_s=earliest_s,
         idle_ttft_s=min(offer.needed_s for offer in all_steady),
     )
+
+
+def _promised_part(estimates: Sequence[ReplicaEstimate]) -> float:
+    """Return the part of the replicas' time that was promised in the last seconds or minutes.
+
+    The larger one: of short prompts in the last seconds, or of all prompts in the last minutes.
+    """
+    reported = [estimate.reported_s() for estimate in estimates]
+    replicas = max(1e-9, sum([estimate.load.share for estimate in estimates]))
+    recent_s = sum([short_s for _, short_s in reported]) / SHORT_MEMORY_S
+    return max(recent_s, sum([seconds for seconds, _ in reported]) / MEMORY_S) / replicas
 
 
 def attainable_tpot_s(class_tpot_s: float, least_s: float) -> float:

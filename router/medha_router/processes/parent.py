@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pathlib
 import secrets
 import shutil
@@ -26,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator
 from medha.adapters.addresses import family_of, listening
 from medha.adapters.keys import write_secret
 from medha.adapters.prometheus import OpsServer, Tick, read_token
-from medha.adapters.sockets import IPC_PATH_BYTES
 from medha.cli.local_fleet.child_process import ChildProcess, Launch
+from medha.cli.local_fleet.preflight import check_socket_path
 from medha.cli.local_fleet.stopping import StopSignals
 from medha.cli.local_fleet.supervisor import Supervisor, SupervisorSettings, Unit, UnitState
 from medha.config import STALL_S, RouterConfig, render
@@ -190,13 +189,11 @@ def _folder(config: RouterConfig) -> pathlib.Path:
             f"run directory {parent} cannot be used ({error.strerror}): set run_dir to a folder "
             "that this user may write"
         ) from None
-    longest = os.fsencode(folder / f"{config.processes}.sock")
-    if len(longest) > IPC_PATH_BYTES:
+    try:
+        check_socket_path(f"ipc://{folder}/{config.processes}.sock", f"run directory {parent}")
+    except SetupError:
         folder.rmdir()
-        raise SetupError(
-            f"run directory {parent} makes a socket of {len(longest)} bytes: at most "
-            f"{IPC_PATH_BYTES} are allowed; set run_dir to a shorter folder"
-        )
+        raise
     return folder
 
 

@@ -87,12 +87,15 @@ def check_apart(port: int, ops_port: int) -> None:
         )
 
 
-def check_socket_path(address: str) -> None:
-    """Raises SetupError if the path of an ipc:// address exceeds the kernel's limit."""
+def check_socket_path(address: str, folder: str = "--run-dir") -> None:
+    """Raises SetupError if the path of an ipc:// address exceeds the kernel's limit.
+
+    `folder`: what the user chose that it lies in.
+    """
     path = address.removeprefix("ipc://").encode()
     if address.startswith("ipc://") and len(path) > IPC_PATH_BYTES:
         raise SetupError(
-            f"--run-dir makes a socket of {len(path)} bytes, {address}: at most {IPC_PATH_BYTES} "
+            f"{folder} makes a socket of {len(path)} bytes, {address}: at most {IPC_PATH_BYTES} "
             "are allowed; name a shorter folder"
         )
 
