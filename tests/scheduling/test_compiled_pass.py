@@ -373,8 +373,8 @@ def test_what_is_outside_the_rows_is_refused() -> None:
     assert rows.work_before_s(3) == pytest.approx(waiting.work_s.sum())
     with pytest.raises(IndexError):
         rows.work_before_s(4)
-    with pytest.raises(IndexError):
-        rows.try_decode(0.0, (native.RUNS, 3, 1.0, 1.0, 0.0, 0.0), 0.0, 1.0, 1.0)
+    with pytest.raises(TypeError, match="at most 8"):
+        rows.try_decodes(0.0, [(native.RUNS, 1.0, 1.0, 0.0, -1, 0.0)] * 9, 0.0, 1.0, 1.0)
     with pytest.raises(TypeError):
         kernel.margins(0.0, "1.0", 1.0)
     with pytest.raises(TypeError, match="3 arguments, not 2"):
@@ -441,7 +441,7 @@ def test_work_is_that_alongside_the_slowest_groups_decodes_until_the_row_is_due(
 ) -> None:
     waiting, work_s = levelled(seed, count)
     groups, comes = [decoding(running), decoding(others)], Decode(0.25, length_s, -1)
-    coming = [[], [added_after(waiting, comes, kept=False)]]
+    coming = [[], [added_after(waiting, comes)]]
     waiting.rows.set_alongside(groups, coming, -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, due_s in enumerate(waiting.due_s.tolist()):
         window_s = max(due_s - NOW_S, BUDGET_S)
@@ -454,37 +454,33 @@ def test_work_is_that_alongside_the_slowest_groups_decodes_until_the_row_is_due(
             assert waiting.work_s[row] == pytest.approx(plain_between(work_s[row], part))
 
 
-def added_after(waiting: WaitingQueue, decode: Decode, kept: bool) -> native.Added:
+def added_after(waiting: WaitingQueue, decode: Decode) -> native.Added:
     """Return the decode after the prompt of its row, as the account adds it."""
     row, cost_s, length_s = decode.row, decode.cost_s, decode.length_s
     if row < 0:
-        return native.COMES, -1, cost_s, length_s, 0.0, -math.inf
-    work_s, due_s = waiting.rows.bare_work_s(row), float(waiting.due_s[row])
-    if not kept:
-        return native.COMES, -1, cost_s, length_s, work_s / 0.1, -math.inf
-    begin_s = min(work_s, max(due_s - NOW_S, BUDGET_S))
-    return native.COMES, row, cost_s, length_s, begin_s, due_s
+        return native.COMES, cost_s, length_s, 0.0, -1, 0.0
+    number = int(waiting.rows.slots[waiting.rows.slot[row], native.NUMBER])
+    return native.FOLLOWS, cost_s, length_s, 0.1, number, float(waiting.due_s[row])
 
 
 @given(
     st.integers(0, 1 << 32),
     st.integers(1, 70),
     st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0), st.integers(-1, 69)), max_size=6),
-    st.booleans(),
 )
 def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
-    seed: int, count: int, coming: list[Decode], kept: bool
+    seed: int, count: int, coming: list[Decode]
 ) -> None:
     waiting, work_s = levelled(seed, count)
     coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
     windows_s = [max(due_s - NOW_S, BUDGET_S) for due_s in waiting.due_s.tolist()]
-    added = [added_after(waiting, decode, kept) for decode in coming]
+    added = [added_after(waiting, decode) for decode in coming]
     waiting.rows.set_alongside([native.Decodes()], [added], -1, NOW_S, BUDGET_S, LEAST_S, PART)
     for row, window_s in enumerate(windows_s):
         mean_s = 0.0
         for decode in coming:
             begins_s, first = 0.0, 0
-            if decode.row >= 0 and kept:
+            if decode.row >= 0 and waiting.sequences[decode.row].kept:
                 begins_s, first = min(work_s[decode.row][0], windows_s[decode.row]), decode.row + 1
             elif decode.row >= 0:
                 begins_s = work_s[decode.row][0] / 0.1
@@ -500,18 +496,17 @@ def test_a_coming_decode_is_alongside_rows_that_run_after_its_prompt(
     RUNNING,
     st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0), st.integers(-1, 69)), max_size=6),
     st.integers(0, 69),
-    st.booleans(),
 )
 def test_a_prompt_without_a_row_has_alongside_it_what_a_row_due_then_would_have(
-    seed: int, count: int, running: list[Decode], coming: list[Decode], place: int, kept: bool
+    seed: int, count: int, running: list[Decode], coming: list[Decode], place: int
 ) -> None:
     waiting, _ = levelled(seed, count)
     rows, place = waiting.rows, min(place, count - 1)
     coming = [decode._replace(row=min(decode.row, count - 1)) for decode in coming]
-    added = [added_after(waiting, decode, kept) for decode in coming]
-    others = [added_after(waiting, decode, not kept) for decode in coming]
+    added = [added_after(waiting, decode) for decode in coming]
+    others = added[1:]
     # The row has no work of its own, as the prompt has none: a coming decode fills their window.
-    rows.slots[rows.slot[place], native.LEVEL :] = 0.0
+    rows.update(place, False, 0, [0.0] * LEVELS)
     before = waiting.alongside.tolist()
     groups = [decoding(running), native.Decodes()]
     rows.set_alongside(groups, [added, others], place, NOW_S, BUDGET_S, LEAST_S, PART)
@@ -524,20 +519,25 @@ def test_a_prompt_without_a_row_has_alongside_it_what_a_row_due_then_would_have(
     assert PART * mean_s == pytest.approx(float(waiting.alongside[place]))
 
 
-@given(st.integers(0, 1 << 32), st.integers(1, 70), RUNNING, EIGHTHS)
-def test_promises_are_tried_alongside_one_decode_more(
-    seed: int, count: int, running: list[Decode], cost_s: float
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 70),
+    RUNNING,
+    st.lists(st.builds(Decode, EIGHTHS, st.floats(0.0, 60.0)), max_size=native.MOST_TRIED),
+)
+def test_promises_are_tried_alongside_more_decodes(
+    seed: int, count: int, running: list[Decode], more: list[Decode]
 ) -> None:
     waiting, work_s = levelled(seed, count)
-    rows, length_s = waiting.rows, 7.0
+    rows = waiting.rows
     rows.set_alongside([decoding(running)], [[]], -1, NOW_S, BUDGET_S, LEAST_S, PART)
-    decode = native.RUNS, -1, cost_s, length_s, 0.0, 0.0
-    rows.try_decode(0.25, decode, NOW_S, BUDGET_S, PART)
+    added = [(native.RUNS, decode.cost_s, decode.length_s, 0.0, -1, 0.0) for decode in more]
+    rows.try_decodes(0.25, added, NOW_S, BUDGET_S, PART)
     promised, margins, sum_s = np.flatnonzero(waiting.promised).tolist(), [], 0.0
     for row in promised:
         window_s = max(float(waiting.due_s[row]) - NOW_S, BUDGET_S)
         part = max(float(waiting.alongside[row]), 0.25)
-        part += PART * plain_mean_s([Decode(cost_s, length_s)], window_s, 0.0)
+        part += PART * plain_mean_s(more, window_s, 0.0)
         levels = work_s[row]
         steepest = (levels[-1] - levels[-2]) / (FRACTIONS[-1] - FRACTIONS[-2])
         tried_s = (
@@ -547,9 +547,9 @@ def test_promises_are_tried_alongside_one_decode_more(
         margins.append(float(waiting.due_s[row]) - sum_s)
     least_s = rows.least_margin_s(True, 0.0, OVERHEAD_S, INFLATION)
     assert least_s == pytest.approx(min(margins, default=math.inf))
-    due_s, margins_s = rows.promise_margins(70, 0.0, OVERHEAD_S, INFLATION)
-    assert due_s == [float(waiting.due_s[row]) for row in promised]
-    assert margins_s == pytest.approx(margins)
+    reported = rows.promise_margins(70, 0.0, OVERHEAD_S, INFLATION)
+    assert [due_s for due_s, _ in reported] == [float(waiting.due_s[row]) for row in promised]
+    assert [margin_s for _, margin_s in reported] == pytest.approx(margins)
 
 
 @given(ROWS, st.integers(0, 89))

@@ -151,7 +151,7 @@ def test_a_decode_costs_a_promise_in_another_group_what_was_tried(spans: bool) -
 
     before_s = work_s()
     account._try(long, account.cost_s(long), group, 0.0)
-    (due_s,), (margin_s,) = rows.promise_margins(9, 0.0, 0.0, 1.0)
+    ((due_s, margin_s),) = rows.promise_margins(9, 0.0, 0.0, 1.0)
     tried_s = due_s - margin_s
     assert tried_s > before_s
     account.count(long, 0.0)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.prefill_times import FRACTIONS
-from medha.scheduling.native import NONE_ADDED, Spans
+from medha.scheduling.native import Spans
 from medha.scheduling.sequence import Sequence
 from medha.scheduling.waiting_queue import WaitingQueue
 from medha.testing import request
@@ -102,7 +102,7 @@ def queued(prompts: list[Prompt]) -> tuple[dict[int, WaitingQueue], Spans]:
         for group, work_s in prompt.work_s.items() if prompt.waits else ():
             queues[group].add(sequence, [work_s * (1.0 + part) for part in FRACTIONS], 0)
     for queue in queues.values():
-        queue.rows.try_decode(PLUS, NONE_ADDED, 0.0, 1.0, 1.0)
+        queue.rows.try_decodes(PLUS, [], 0.0, 1.0, 1.0)
     spanning = [
         (prompt.key, prompt.number, tuple(prompt.work_s))
         for prompt in prompts

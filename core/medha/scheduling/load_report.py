@@ -126,7 +126,7 @@ def _all_margins(
     ]
     if len(running) > 1 and _promises_span(state):
         return (_least_margins(margins),), (max(clear_s),)
-    return tuple(tuple(zip(*group, strict=True)) for group in margins), tuple(clear_s)
+    return tuple(tuple(group) for group in margins), tuple(clear_s)
 
 
 def _promises_span(state: SchedulerState) -> bool:
@@ -144,8 +144,8 @@ def _margins(
     lead_s: float,
     now: float,
     most: int,
-) -> tuple[list[float], list[float]]:
-    """Return the times until due and the margins of a group's promises, from now.
+) -> list[tuple[float, float]]:
+    """Return (due in, margin) of a group's promises, from now.
 
     Runs of promises are one if there are too many, as if all their work were due with the first,
     so that nothing is lost.
@@ -155,13 +155,12 @@ def _margins(
     return promises.margins(group, now + lead_s, max(1, most), lead_s + promises.behind_s(group))
 
 
-def _least_margins(
-    by_group: list[tuple[list[float], list[float]]],
-) -> GroupMargins:
+def _least_margins(by_group: list[list[tuple[float, float]]]) -> GroupMargins:
     """Return (due in, margin) by deadline: at each the least of all groups."""
-    due_in = np.unique(np.concatenate([due_s for due_s, _ in by_group]))
+    pairs_by_group = [np.array(pairs).reshape(-1, 2).T for pairs in by_group]
+    due_in = np.unique(np.concatenate([due_s for due_s, _ in pairs_by_group]))
     margins = np.full(len(due_in), np.inf)
-    for due_s, left_s in by_group:
+    for due_s, left_s in pairs_by_group:
         taken_s = np.concatenate([[0.0], np.subtract(due_s, left_s)])
         margins = np.minimum(margins, due_in - taken_s[np.searchsorted(due_s, due_in, "right")])
     return tuple(zip(due_in.tolist(), margins.tolist(), strict=True))
@@ -169,6 +168,11 @@ def _least_margins(
 
 def _bands(sums: dict[int, WorkSums]) -> tuple[tuple[float, float], ...]:
     """Return (up to, seconds) of prefill work by relative slack, without empty bands."""
-    totals = [sum(band) for band in zip(*[group.bands for group in sums.values()], strict=True)]
-    pairs = zip(BANDS, totals, strict=False)
-    return tuple((upto, seconds) for upto, seconds in pairs if seconds > 0.0)
+    bands: list[tuple[float, float]] = []
+    for place, upto in enumerate(BANDS):
+        seconds = 0.0
+        for group_sums in sums.values():
+            seconds += group_sums.bands[place]
+        if seconds > 0.0:
+            bands.append((upto, seconds))
+    return tuple(bands)

@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 MODULE = "medha.scheduling.rows"
 # Columns and flags of a row, and where a slot holds the rest; see rows.c.
-DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(6)
+DUE, WORK, BARE_WORK, ALONGSIDE, NEED, NORM, COLUMNS = range(7)
 KEPT, PROMISED, READY, BEYOND, FLAGS = range(5)
 ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL = range(6)
 SLOT = LEVEL + LEVELS
@@ -32,7 +32,7 @@ SCRATCH, MARKS = 9, 3
 # The mark column of the rank, and its values for kept and protected rows without a promise.
 RANK, BARELY_KEPT, PROTECTED = 0, 1, 3
 # Kinds of a decode that is added.
-NO_DECODE, RUNS, COMES = range(3)
+RUNS, COMES, FOLLOWS = range(3)
 # Rows that `Rows.few` returns at most.
 FEW = 8
 # The turn of the relegated, as an argument of `Rows.order`.
@@ -42,10 +42,12 @@ BANDS = 8
 
 # (place, tier, is long)
 Next = tuple[int, int, int]
-# (kind, row of its prompt or -1, seconds of each batch, for how many seconds, and if it is to come:
-# in how many seconds, and the deadline from which rows run alongside it)
-Added = tuple[int, int, float, float, float, float]
-NONE_ADDED: Added = (NO_DECODE, -1, 0.0, 0.0, 0.0, 0.0)
+# (kind, seconds of each batch, for how many seconds, in how many it begins, number, due): one that
+# FOLLOWS the prompt of that number, due then, begins as its row says, and at once if it has none;
+# the fourth is then the part of the time that the prompt has if it is relegated.
+Added = tuple[int, float, float, float, int, float]
+# Decodes that are tried at once, at most.
+MOST_TRIED = 8
 
 
 @functools.cache
@@ -241,15 +243,15 @@ class Rows:
         )
         return means_s
 
-    def try_decode(
-        self, least: float, decode: Added, now: float, budget_s: float, part: float
+    def try_decodes(
+        self, least: float, decodes: list[Added], now: float, budget_s: float, part: float
     ) -> None:
         """Try the work of the promises.
 
-        That is the work alongside the decodes that are counted, at least `least`, and one `decode`
-        more.
+        That is the work alongside the decodes that are counted, at least `least`, and `decodes`
+        more, at most MOST_TRIED.
         """
-        self.kernel.try_decode(least, now, budget_s, part, decode)
+        self.kernel.try_decodes(decodes, least, now, budget_s, part)
 
     # --- promises ---------------------------------------------------------------------------------
 
@@ -275,13 +277,13 @@ class Rows:
         overhead_s: float,
         inflation: float,
         after_s: float = 0.0,
-    ) -> tuple[list[float], list[float]]:
-        """Return the times until due and the margins of all promises, by the works tried last.
+    ) -> list[tuple[float, float]]:
+        """Return (due in, margin) of all promises by deadline, by the works tried last.
 
         At most `most` of them: then each is of a run of promises, as if all its work were due with
         the first. Times until due count from `after_s` before `start`.
         """
-        margins: tuple[list[float], list[float]] = self.kernel.promises(
+        margins: list[tuple[float, float]] = self.kernel.promises(
             most, start, overhead_s, inflation, after_s
         )
         return margins

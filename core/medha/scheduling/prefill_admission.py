@@ -30,7 +30,8 @@ from medha.prefill_times import PrefillTimes, decode_capacity_s, slowed
 from medha.request import SloClass
 from medha.scheduling.native import (
     COMES,
-    NONE_ADDED,
+    FOLLOWS,
+    MOST_TRIED,
     RUNS,
     Added,
     Decodes,
@@ -53,12 +54,22 @@ RECORDS = 32
 
 
 class ComingDecode:
-    """The decode of a long prompt that has started: from its prefill's end on, for `length_s`."""
+    """The decode of a long prompt that has started: from its prefill's end on, for `length_s`.
 
-    __slots__ = ("cost_s", "length_s", "sequence")
+    `added`: as it is added to the rows of its group, if it has one only.
+    """
 
-    def __init__(self, sequence: Sequence, cost_s: dict[int, float], length_s: float) -> None:
+    __slots__ = ("added", "cost_s", "length_s", "sequence")
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        cost_s: dict[int, float],
+        length_s: float,
+        added: dict[int, Added],
+    ) -> None:
         self.sequence, self.cost_s, self.length_s = sequence, cost_s, length_s
+        self.added = added
 
 
 class DecodeAccount:
@@ -80,7 +91,7 @@ class DecodeAccount:
         self._tighter: Counter[float] = Counter()
         self._granted: dict[int, float] = {}
         self._coming: dict[int, ComingDecode] = {}
-        self._counted: dict[int, tuple[int, ...]] = {}
+        self._counted: dict[int, dict[int, float]] = {}
         # Of these, short prompts in progress whose decode is a large part of the capacity.
         self._prefilling: dict[int, Sequence] = {}
         # Of long prompts without a promise that wait to end: no other prompt counts them.
@@ -89,8 +100,10 @@ class DecodeAccount:
         self._ending: dict[int, ComingDecode] = {}
         self._starts = 0
         self._peak_s, self._peak_as_of_s = 0.0, 0.0
-        # Decodes of prompts that have started are counted, but not alongside the rows.
-        self._started = False
+        # Decodes of prompts that have started are counted, but not alongside the rows yet: these by
+        # group, or so that all must be counted again.
+        self._started: dict[int, list[Added]] = {}
+        self._stale = False
         self._changed = self.spanning = self._all_span = False
 
     @property
@@ -126,9 +139,8 @@ class DecodeAccount:
     def leave(self, group: int) -> None:
         del self.decodes[group]
         self.closed.pop(group, None)
-        for number, groups in self._counted.items():
-            if group in groups:
-                self._counted[number] = tuple(other for other in groups if other != group)
+        for cost_s in self._counted.values():
+            cost_s.pop(group, None)
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -143,11 +155,23 @@ class DecodeAccount:
         cost_s = self.cost_s(sequence)
         if not cost_s:
             return
+        length_s = self._length_s(sequence)
+        self._changed = True
         if self._is_long(sequence):
-            self._coming[sequence.number] = ComingDecode(sequence, cost_s, self._length_s(sequence))
-        else:
-            self._run(sequence, cost_s, now)
-        self._changed = self._started = True
+            added = {
+                group: self._added(sequence, group, seconds, length_s, now)
+                for group, seconds in cost_s.items()
+                if len(sequence.assigned_groups) == 1
+            }
+            self._coming[sequence.number] = ComingDecode(sequence, cost_s, length_s, added)
+            self._stale = True
+            return
+        self._run(sequence, cost_s, now)
+        for group, seconds in cost_s.items():
+            started = self._started.setdefault(group, [])
+            started.append((RUNS, seconds, length_s, 0.0, -1, 0.0))
+            if len(started) == MOST_TRIED or sequence.number in self._prefilling or self.spanning:
+                self._stale = True
 
     def _is_counted(self, number: int) -> bool:
         return number in self._counted or number in self._coming or number in self._held
@@ -182,6 +206,8 @@ class DecodeAccount:
         self._coming.pop(number, None)
         self._held.pop(number, None)
         self._prefilling.pop(number, None)
+        if self._started:
+            self._stale = True
         for group in self._counted.pop(number, ()):
             self.decodes[group].remove(number)
 
@@ -189,7 +215,7 @@ class DecodeAccount:
         ends_s = now + self._length_s(sequence)
         for group, seconds in cost_s.items():
             self.decodes[group].add(sequence.number, seconds, ends_s)
-        self._counted[sequence.number] = tuple(cost_s)
+        self._counted[sequence.number] = cost_s
         most_s = max(cost_s.values(), default=0.0)
         if not sequence.decoding and most_s > self.settings.decode_room * self.capacity_s:
             self._prefilling[sequence.number] = sequence
@@ -262,14 +288,17 @@ class DecodeAccount:
         if self._tighter:
             times = self._times(self._class_tpot_s)
         lost = 1.0 - 1.0 / slowed(self.predictor, times.budget_s, self.budget_s)
-        shortening = lost / max(1, len(self._granted))
+        shortening, capacity_s = lost / max(1, len(self._granted)), times.capacity_s
         taken: list[tuple[Sequence, float]] = []
         for sequence in sequences:
             number = sequence.number
             part = shortening if number in self._granted else 0.0
-            if number in self._counted:
-                most_s = max(self.cost_s(sequence).values(), default=0.0)
-                part += min(1.0, most_s / times.capacity_s) if times.capacity_s else 1.0
+            cost_s = self._counted.get(number)
+            if cost_s is not None:
+                most_s = 0.0
+                for seconds in cost_s.values():
+                    most_s = max(most_s, seconds)
+                part += min(1.0, most_s / capacity_s) if capacity_s else 1.0
             if part:
                 taken.append((sequence, part))
         return taken
@@ -330,7 +359,8 @@ class DecodeAccount:
             self._recount(now)
 
     def _recount(self, now: float) -> None:
-        self._started, self.spanning = False, bool(self.groups.shared)
+        self._started.clear()
+        self._stale, self.spanning = False, bool(self.groups.shared)
         self._all_span = self.spanning and any(len(groups) > 1 for groups in self._counted.values())
         self._peak_s, self._peak_as_of_s = self._recent_peak_s(now), now
         total_s = self._fullest_s()
@@ -390,7 +420,9 @@ class DecodeAccount:
         others = [other for other in self.waiting if spans and other != group]
         coming = [
             [
-                self._added(decode.sequence, group, decode.cost_s[of], decode.length_s, now)
+                decode.added[group]
+                if of == group and group in decode.added
+                else self._added(decode.sequence, group, decode.cost_s[of], decode.length_s, now)
                 for decode in self._coming.values()
                 if of in decode.cost_s
             ]
@@ -453,20 +485,19 @@ class DecodeAccount:
         relegated prompt only has its share of the time. Mean over the time from its first token on,
         because rows due later run then.
         """
-        row, of = self.waiting[group].find(sequence), group
-        for other in sequence.assigned_groups:
-            if row < 0 and other in self.waiting:
-                row, of = self.waiting[other].find(sequence), other
-        if row < 0 or not sequence.remaining_tokens:
-            return COMES, -1, cost_s, length_s, 0.0, -math.inf
-        begin_s, due_s = self.waiting[of].rows.bare_work_s(row), sequence.key[0]
-        if sequence.kept:
-            begin_s = min(begin_s, max(due_s - now, self.budget_s))
-        else:
-            begin_s /= max(self.settings.relegated_share, 1e-3)
-        if of != group or not sequence.kept:
-            return COMES, -1, cost_s, length_s, begin_s, -math.inf
-        return COMES, row, cost_s, length_s, begin_s, due_s
+        begin_s, due_s, groups = 0.0, sequence.key[0], sequence.assigned_groups
+        share = max(self.settings.relegated_share, 1e-3)
+        if sequence.remaining_tokens:
+            if group in groups and (len(groups) == 1 or self.waiting[group].find(sequence) >= 0):
+                return FOLLOWS, cost_s, length_s, share, sequence.number, due_s
+            for other in groups:
+                row = self.waiting[other].find(sequence) if other in self.waiting else -1
+                if row >= 0:
+                    begin_s = self.waiting[other].rows.bare_work_s(row)
+                    latest_s = max(due_s - now, self.budget_s)
+                    begin_s = min(begin_s, latest_s) if sequence.kept else begin_s / share
+                    break
+        return COMES, cost_s, length_s, begin_s, -1, 0.0
 
     def try_nothing(self, group: int, now: float) -> None:
         """Compute what the work of each promise is for a new promise of next to no work.
@@ -475,11 +506,14 @@ class DecodeAccount:
         """
         rows, part = self.waiting[group].rows, self._part(1.0)
         least = self.promise_part(now) if self.promises.sets_aside else 0.0
-        rows.try_decode(least, NONE_ADDED, now, self.budget_s, part)
+        rows.try_decodes(least, [], now, self.budget_s, part)
 
     def _try(self, sequence: Sequence, cost_s: dict[int, float], group: int, now: float) -> None:
-        """Compute what the work of each promise becomes alongside the sequence's decode, too."""
-        decode = NONE_ADDED
+        """Compute what the work of each promise becomes alongside the sequence's decode, too.
+
+        And alongside those of the prompts that have started before it since the last batch.
+        """
+        added = self._started.get(group, [])
         if cost_s and sequence.number not in self._coming:
             length_s, added_s = self._length_s(sequence), cost_s.get(group, 0.0)
             if group not in cost_s and self.spanning:
@@ -487,9 +521,10 @@ class DecodeAccount:
             if self._is_long(sequence):
                 decode = self._added(sequence, group, added_s, length_s, now)
             else:
-                decode = RUNS, -1, added_s, length_s, 0.0, 0.0
+                decode = RUNS, added_s, length_s, 0.0, -1, 0.0
+            added = [*added, decode]
         rows, part = self.waiting[group].rows, self._part(1.0)
-        rows.try_decode(0.0, decode, now, self.budget_s, part)
+        rows.try_decodes(0.0, added, now, self.budget_s, part)
 
     def promise_part(self, now: float) -> float:
         """Return the part of the capacity that a new promise reckons with at least.
@@ -572,7 +607,7 @@ class DecodeAccount:
             return False
         cost_s = self.cost_s(sequence)
         if cost_s:
-            if self._started:  # several may start between two batches
+            if self._stale:
                 self._recount(now)
             self.follow_spans(now)
             for group in self.waiting if self.spanning else groups:
@@ -637,8 +672,8 @@ class DecodeAccount:
             others = (other for other in self._ending.values() if other is not coming)
             cost_s += sum(other.cost_s.get(group, 0.0) for other in others)
             least, part = self.promise_part(now) if leaves_room else 0.0, self._part(1.0)
-            decode = RUNS, -1, cost_s, coming.length_s, 0.0, 0.0
-            queue.rows.try_decode(least, decode, now, self.budget_s, part)
+            decode = RUNS, cost_s, coming.length_s, 0.0, -1, 0.0
+            queue.rows.try_decodes(least, [decode], now, self.budget_s, part)
             delay_s = 0.0
             if delays and is_own:
                 delay_s = float(queue.work_s[queue.row_of(coming.sequence)])

@@ -20,7 +20,6 @@ the largest feasible set is kept.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections import abc
@@ -188,8 +187,8 @@ class PromiseSet:
 
     def margins(
         self, group: int, start: float, most: int, after_s: float = 0.0
-    ) -> tuple[list[float], list[float]]:
-        """Return the times until due and margins of a group's promises, by the works tried last.
+    ) -> list[tuple[float, float]]:
+        """Return (due in, margin) of a group's promises, by the works tried last.
 
         From `start` on, by deadline; at most `most`, each of a run of promises if there are more.
         Times until due count from `after_s` before.
@@ -202,19 +201,24 @@ class PromiseSet:
 
         `room`: beyond what short prompts to come take of each one's time. Infinite with no promise.
         """
-        due_in_s, margins_s = self.margins(group, now, self.waiting[group].promised_count)
-        before = bisect.bisect_left(due_in_s, due_s - now - self.behind_s(group))
         coming = self.coming(group, now) if room else 0.0
-        pairs = zip(due_in_s[:before], margins_s, strict=False)
-        return min((margin_s - coming * left_s for left_s, margin_s in pairs), default=math.inf)
+        last_s, least_s = due_s - now - self.behind_s(group), math.inf
+        for due_in_s, margin_s in self.margins(group, now, self.waiting[group].promised_count):
+            if due_in_s >= last_s:
+                break
+            least_s = min(least_s, margin_s - coming * due_in_s)
+        return least_s
 
     def room_s(self, group: int, due_s: float, start: float) -> float:
         """Return the work due at `due_s` that fits with a group's promises, by the works tried."""
-        due_in_s, margins_s = self.margins(group, start, self.waiting[group].promised_count)
         own_s = due_s - start - self.behind_s(group)
-        place = bisect.bisect_right(due_in_s, own_s)
-        before_s = due_in_s[place - 1] - margins_s[place - 1] if place else 0.0
-        return min(own_s - before_s, min(margins_s[place:], default=math.inf))
+        before_s, least_s = 0.0, math.inf
+        for due_in_s, margin_s in self.margins(group, start, self.waiting[group].promised_count):
+            if due_in_s <= own_s:
+                before_s = due_in_s - margin_s
+            else:
+                least_s = min(least_s, margin_s)
+        return min(own_s - before_s, least_s)
 
     # --- one round --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@
 #include <string.h>
 
 enum { LEVELS = 6, BANDS = 8 };                          /* prefill_times.py, load_report.py */
-enum { DUE, WORK, ALONGSIDE, NEED, NORM, COLUMNS };      /* columns, by row */
+enum { DUE, WORK, BARE_WORK, ALONGSIDE, NEED, NORM, COLUMNS }; /* columns, by row */
 enum { KEPT, PROMISED, READY, BEYOND, FLAGS };           /* flags, by row */
 enum { ARRIVAL, TOKENS, PASSED, TURN, NUMBER, LEVEL, SLOT = LEVEL + LEVELS }; /* by slot */
 enum { BARE, LEFT, KEY, OWN, OTHERS, MEAN, MORE, TRIAL, BEFORE, SCRATCH }; /* scratch, in s */
@@ -59,14 +59,16 @@ struct decodes {
     int64_t count, capacity;
 };
 
-/* What a decode adds to the rows: `cost` seconds of each batch for `length` seconds. `row`: the row
- * of its prompt, or -1. `kind`: it runs, or comes in `begin` seconds, alongside rows that are due no
- * earlier than `after`. */
-enum { NOTHING, RUNS, COMES };
+/* What a decode adds to the rows: `cost` seconds of each batch for `length` seconds. It runs, or it
+ * comes in `begin` seconds, alongside the rows from `first` on. */
+enum { RUNS, COMES, FOLLOWS };
 struct decode {
-    int64_t kind, row;
-    double cost, length, begin, after;
+    int64_t kind, first;
+    double cost, length, begin;
 };
+
+/* Decodes that are tried at once, at most. */
+enum { MOST_TRIED = 8 };
 
 static const double FRACTIONS[LEVELS] = {0.0, 0.125, 0.25, 0.5, 0.75, 1.0};
 /* 1 over the width below each fraction: a power of two, so that a product is exactly the quotient. */
@@ -223,6 +225,16 @@ static int64_t medha_first_due(const struct rows *rows, double due)
     return low;
 }
 
+/* The row of a prompt at or after `row`, where none is due before it; -1 if it does not wait. */
+static int64_t row_from(const struct rows *rows, int64_t row, double due, int64_t number)
+{
+    const double *all_due = rows->columns + DUE * rows->capacity;
+    for (; row < rows->count && all_due[row] == due; row++)
+        if ((int64_t)slot_of(rows, row)[NUMBER] == number)
+            return row;
+    return -1;
+}
+
 /* --- decodes ---------------------------------------------------------------------------------- */
 
 /* The number of decodes that end before `time`. */
@@ -332,32 +344,18 @@ static void medha_mean(const struct rows *rows, double *mean, struct range of,
         mean[i] = mean_until(&running, larger(due[i] - now, budget), now, least);
 }
 
-/* The first row that a coming decode runs alongside: never its own. */
-static int64_t first_alongside(const struct rows *rows, const struct decode *decode)
-{
-    const int64_t first = medha_first_due(rows, decode->after);
-    return first > decode->row ? first : decode->row + 1;
-}
-
-/* The part of a row's own run that a decode of `length` fills, which begins `window` before the row
- * is due: of its window, or of the work if the row must run before the window, too. */
-static double part_of(const struct rows *rows, int64_t row, double window, double length)
-{
-    const double run = larger(window, slot_of(rows, row)[LEVEL]);
-    return smaller(length, window) / larger(run, 1e-9);
-}
-
-/* Adds a decode that is to come to the means of those rows. */
+/* Adds a decode that is to come to the means of those rows. It fills a part of a row's own run, which
+ * is its window, or the work if the row must run before the window, too. */
 static void medha_coming(const struct rows *rows, double *mean, struct range of,
                          const struct decode *decode, double now, double budget)
 {
     const double *due = rows->columns + DUE * rows->capacity;
-    const int64_t first = first_alongside(rows, decode);
-    for (int64_t i = first > of.first ? first : of.first; i < of.end; i++) {
-        fetch_slot(rows, i);
-        const double window = larger(due[i] - now, budget) - decode->begin;
-        if (window > 0.0)
-            mean[i] += decode->cost * part_of(rows, i, window, decode->length);
+    const double *bare = rows->columns + BARE_WORK * rows->capacity;
+    const double cost = decode->cost, length = decode->length, begin = decode->begin;
+    for (int64_t i = decode->first > of.first ? decode->first : of.first; i < of.end; i++) {
+        const double window = larger(due[i] - now, budget) - begin;
+        const double run = larger(larger(window, bare[i]), 1e-9);
+        mean[i] += cost * (larger(smaller(length, window), 0.0) / run);
     }
 }
 
@@ -366,7 +364,7 @@ static double medha_coming_until(const struct rows *rows, const struct decode *d
                                  double now, double budget)
 {
     const double window = larger(due - now, budget) - decode->begin;
-    if (window <= 0.0 || first_alongside(rows, decode) > medha_first_due(rows, due))
+    if (window <= 0.0 || decode->first > medha_first_due(rows, due))
         return 0.0;
     return decode->cost * smaller(decode->length, window) / window;
 }
@@ -387,25 +385,32 @@ static void medha_apply(struct rows *rows, struct range of, double part)
         forget_sums(rows, of.first);
 }
 
+/* What a decode adds to the mean of a row that is due in `due_in` seconds. */
+static double tried(const struct decode *decode, int64_t row, double due_in, double bare)
+{
+    if (row < decode->first)
+        return 0.0;
+    const double window = due_in - decode->begin;
+    const double run = decode->kind == RUNS ? window : larger(larger(window, bare), 1e-9);
+    return decode->cost * (larger(smaller(decode->length, window), 0.0) / run);
+}
+
 /* TRIAL: the work of every promise alongside the decodes that are counted, at least `least` (a part
- * of the capacity), and one decode more. */
-static void medha_try(struct rows *rows, double least, const struct decode *decode, double now,
-                      double budget, double part)
+ * of the capacity), and so many more. */
+static void medha_try(struct rows *rows, double least, const struct decode *decodes, int64_t more,
+                      double now, double budget, double part)
 {
     const int64_t size = rows->capacity, count = rows->count;
     const double *due = rows->columns + DUE * size, *counted = rows->columns + ALONGSIDE * size;
+    const double *bare = rows->columns + BARE_WORK * size;
     const uint8_t *promised = rows->flags + PROMISED * size;
     double *trial = rows->scratch + TRIAL * size;
-    const int64_t first = decode->kind == COMES ? first_alongside(rows, decode) : 0;
     struct walk walk = walk_over(promised, count);
     for (int64_t i = next_row(&walk); i < count; i = next_row(&walk)) {
         fetch_slot(rows, i);
-        const double window = larger(due[i] - now, budget) - decode->begin;
         double added = 0.0;
-        if (decode->kind == RUNS)
-            added = decode->cost * smaller(1.0, decode->length / window);
-        else if (decode->kind == COMES && i >= first && window > 0.0)
-            added = decode->cost * part_of(rows, i, window, decode->length);
+        for (int64_t k = 0; k < more; k++)
+            added += tried(decodes + k, i, larger(due[i] - now, budget), bare[i]);
         trial[i] = between(slot_of(rows, i), larger(counted[i], least) + added * part);
     }
 }
@@ -630,16 +635,6 @@ static double cost_of(const struct spans *spans, int64_t group, int64_t row,
     const double *work = terms->tried == group ? rows->scratch + TRIAL * rows->capacity
                                                : rows->columns + WORK * rows->capacity;
     return (work[row] + terms->overhead) * terms->inflation;
-}
-
-/* The row of a prompt at or after `row`, where none is due before it; -1 if it does not wait. */
-static int64_t row_from(const struct rows *rows, int64_t row, double due, int64_t number)
-{
-    const double *all_due = rows->columns + DUE * rows->capacity;
-    for (; row < rows->count && all_due[row] == due; row++)
-        if ((int64_t)slot_of(rows, row)[NUMBER] == number)
-            return row;
-    return -1;
 }
 
 /* Adds up the costs of a group's promises up to the prompt; returns its row, or -1. */
@@ -1099,18 +1094,44 @@ static int take_numbers(PyObject *sequence, double *numbers, Py_ssize_t count)
     return !PyErr_Occurred();
 }
 
-/* Takes a decode from (kind, row, cost, length, begin, after). */
-static int take_decode(PyObject *tuple, const struct rows *rows, struct decode *decode)
+/* The decode that follows a prompt: at the end of its bare work, alongside the rows behind it; if it
+ * is relegated, in that `part` of the time, and alongside all rows. At once if nothing of it waits. */
+static void follow(const struct rows *rows, struct decode *decode, int64_t number, double due,
+                   double now, double budget, double part)
+{
+    const int64_t row = row_from(rows, medha_first_due(rows, due), due, number);
+    if (row < 0 || slot_of(rows, row)[TOKENS] <= 0.0)
+        return;
+    const double bare = rows->columns[BARE_WORK * rows->capacity + row];
+    if (rows->flags[KEPT * rows->capacity + row]) {
+        decode->begin = smaller(bare, larger(due - now, budget));
+        decode->first = row + 1;
+    } else
+        decode->begin = bare / part;
+}
+
+/* Takes a decode from (kind, cost, length, in how many seconds it begins, number, due). If it
+ * FOLLOWS the prompt of that number, due then, the fourth is the part of the time that the prompt
+ * has if it is relegated. */
+static int take_decode(PyObject *tuple, const struct rows *rows, double now, double budget,
+                       struct decode *decode)
 {
     PyObject *items[6];
+    int64_t number;
+    double begin, due;
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 6) {
         PyErr_SetString(PyExc_TypeError, "a decode is a tuple of six");
         return 0;
     }
     for (Py_ssize_t at = 0; at < 6; at++)
         items[at] = PyTuple_GetItem(tuple, at);
-    return take(items, 6, rows, "nodddd", &decode->kind, &decode->row, &decode->cost,
-                &decode->length, &decode->begin, &decode->after);
+    if (!take(items, 6, rows, "ndddnd", &decode->kind, &decode->cost, &decode->length, &begin,
+              &number, &due))
+        return 0;
+    decode->first = 0, decode->begin = decode->kind == COMES ? begin : 0.0;
+    if (decode->kind == FOLLOWS)
+        follow(rows, decode, number, due, now, budget, begin);
+    return 1;
 }
 
 static PyObject *list_of_numbers(const double *numbers, Py_ssize_t count)
@@ -1185,6 +1206,7 @@ ROWS_METHOD(insert)
         return PyErr_Format(PyExc_IndexError, "no room beyond %lld rows", (long long)rows->count);
     values[PASSED] = INFINITY;
     columns[WORK] = between(values, columns[ALONGSIDE]);
+    columns[BARE_WORK] = values[LEVEL];
     medha_insert(rows, at, flags, columns, values);
     Py_RETURN_NONE;
 }
@@ -1213,6 +1235,7 @@ ROWS_METHOD(update)
     memcpy(slot + LEVEL, levels, sizeof levels);
     rows->columns[WORK * rows->capacity + row] =
         between(slot, rows->columns[ALONGSIDE * rows->capacity + row]);
+    rows->columns[BARE_WORK * rows->capacity + row] = levels[0];
     forget_sums(rows, row);
     set_flag(rows, row, READY, ready != 0);
     Py_RETURN_NONE;
@@ -1249,7 +1272,7 @@ ROWS_METHOD(bare_work)
 {
     int64_t row;
     TAKE("r", &row);
-    return PyFloat_FromDouble(slot_of(&self->rows, row)[LEVEL]);
+    return PyFloat_FromDouble(self->rows.columns[BARE_WORK * self->rows.capacity + row]);
 }
 
 /* Times that `alongside_until` takes at most. */
@@ -1292,7 +1315,7 @@ ROWS_METHOD(set_alongside)
         PyObject *added = PyList_GetItem(arguments[1], at);
         medha_mean(rows, mean, of, running_at(arguments[0], at), now, budget, least);
         for (Py_ssize_t k = 0; k < PyList_Size(added); k++) {
-            if (!take_decode(PyList_GetItem(added, k), rows, &coming))
+            if (!take_decode(PyList_GetItem(added, k), rows, now, budget, &coming))
                 return NULL;
             medha_coming(rows, mean, of, &coming, now, budget);
         }
@@ -1323,7 +1346,7 @@ ROWS_METHOD(alongside_until)
         for (Py_ssize_t k = 0; k < count; k++)
             of_group[k] = mean_until(&running, larger(due[k] - now, budget), now, least);
         for (Py_ssize_t j = 0; j < PyList_Size(added); j++) {
-            if (!take_decode(PyList_GetItem(added, j), rows, &coming))
+            if (!take_decode(PyList_GetItem(added, j), rows, now, budget, &coming))
                 return NULL;
             for (Py_ssize_t k = 0; k < count; k++)
                 of_group[k] += medha_coming_until(rows, &coming, due[k], now, budget);
@@ -1334,17 +1357,20 @@ ROWS_METHOD(alongside_until)
     return list_of_numbers(mean, count);
 }
 
-/* try_decode(row, plus, least, now, budget, part, decode) */
-ROWS_METHOD(try_decode)
+/* try_decodes(decodes, least, now, budget, part): `decodes` is a list of at most MOST_TRIED. */
+ROWS_METHOD(try_decodes)
 {
-    struct decode decode;
+    struct decode decodes[MOST_TRIED];
     double least, now, budget, part;
-    if (given != 5)
-        return PyErr_Format(PyExc_TypeError, "5 arguments, not %zd", given);
-    if (!take(arguments, 4, &self->rows, "dddd", &least, &now, &budget, &part) ||
-        !take_decode(arguments[4], &self->rows, &decode))
+    if (given != 5 || !PyList_Check(arguments[0]) || PyList_Size(arguments[0]) > MOST_TRIED)
+        return PyErr_Format(PyExc_TypeError, "not a list of at most %d and four numbers", MOST_TRIED);
+    if (!take(arguments + 1, 4, &self->rows, "dddd", &least, &now, &budget, &part))
         return NULL;
-    medha_try(&self->rows, least, &decode, now, budget, part);
+    const Py_ssize_t count = PyList_Size(arguments[0]);
+    for (Py_ssize_t k = 0; k < count; k++)
+        if (!take_decode(PyList_GetItem(arguments[0], k), &self->rows, now, budget, decodes + k))
+            return NULL;
+    medha_try(&self->rows, least, decodes, count, now, budget, part);
     Py_RETURN_NONE;
 }
 
@@ -1364,7 +1390,7 @@ ROWS_METHOD(least_margin)
     return PyFloat_FromDouble(medha_least(&self->rows, tried != 0, start, overhead, inflation));
 }
 
-/* Times until due, which count from `after` before `start`, and margins. */
+/* Pairs of the time until due, which counts from `after` before `start`, and the margin. */
 ROWS_METHOD(promises)
 {
     double start, overhead, inflation, after_s;
@@ -1372,20 +1398,22 @@ ROWS_METHOD(promises)
     TAKE("ndddd", &most, &start, &overhead, &inflation, &after_s);
     const int64_t promised = self->rows.counts[PROMISED];
     most = most < promised ? most : promised;
-    double *found = PyMem_Calloc(2 * (size_t)(most > 0 ? most : 1), sizeof *found);
+    most = most > 0 ? most : 0;
+    double *found = PyMem_Calloc(2 * (size_t)most + 1, sizeof *found);
     if (!found)
         return PyErr_NoMemory();
-    if (most > 0)
+    if (most)
         medha_promises(&self->rows, promised, start, overhead, inflation, most, found);
-    for (int64_t at = 0; at < most; at++)
-        found[at] += after_s;
-    PyObject *due_in = list_of_numbers(found, most > 0 ? most : 0);
-    PyObject *margins = list_of_numbers(found + most, most > 0 ? most : 0);
-    PyObject *both = due_in && margins ? PyTuple_Pack(2, due_in, margins) : NULL;
+    PyObject *pairs = PyList_New(most);
+    for (int64_t at = 0; pairs && at < most; at++) {
+        PyObject *pair = PyTuple_New(2);
+        if (!pair || PyList_SetItem(pairs, at, pair) < 0 ||
+            PyTuple_SetItem(pair, 0, PyFloat_FromDouble(found[at] + after_s)) < 0 ||
+            PyTuple_SetItem(pair, 1, PyFloat_FromDouble(found[most + at])) < 0)
+            Py_CLEAR(pairs);
+    }
     PyMem_Free(found);
-    Py_XDECREF(due_in);
-    Py_XDECREF(margins);
-    return both;
+    return pairs;
 }
 
 ROWS_METHOD(tight)
@@ -1527,7 +1555,7 @@ static PyMethodDef rows_methods[] = {
     METHOD(rows, allot),           METHOD(rows, first_due),       METHOD(rows, insert),
     METHOD(rows, remove),          METHOD(rows, update),          METHOD(rows, set_flags),
     METHOD(rows, start),           METHOD(rows, work),            METHOD(rows, bare_work),
-    METHOD(rows, set_alongside),   METHOD(rows, alongside_until), METHOD(rows, try_decode),
+    METHOD(rows, set_alongside),   METHOD(rows, alongside_until), METHOD(rows, try_decodes),
     METHOD(rows, room),            METHOD(rows, least_margin),    METHOD(rows, promises),
     METHOD(rows, tight),           METHOD(rows, crowding),        METHOD(rows, promise_needs),
     METHOD(rows, work_before),     METHOD(rows, report),          METHOD(rows, margins),
