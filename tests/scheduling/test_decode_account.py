@@ -11,6 +11,7 @@ import pytest
 
 from medha.config import Scheduling
 from medha.request import Request, Slo, SloClass
+from medha.scheduling.scheduler import Scheduler
 from medha.testing import Driven, SingleReplicaRouter, leftovers, request, scheduler, topology
 
 # A batch costs 3 ms, a prompt token 0.1 ms, and so does a decode.
@@ -443,3 +444,26 @@ def test_a_tenant_is_charged_for_what_its_answers_take_from_prefills() -> None:
     shortened = 1.0 - (16.0 / 19.0) / (44.5 / 47.5)
     assert charged_s(0.0, 0.02) == pytest.approx(10.0 * shortened, rel=0.2)
     assert charged_s(0.0, 0.05) < 0.1
+
+
+@pytest.mark.parametrize("spare_s", [0.0, 0.05, 0.1, 0.15, 0.2])
+def test_prompts_that_start_between_two_batches_are_tried_together(spare_s: float) -> None:
+    def planned(within_s: float) -> Scheduler:
+        plan = scheduler(settings=SETTINGS, batch_s=0.003)
+        plan.submit(request("due", 30_000, within_s=within_s, promised=True), 0.0)
+        for number in range(60):
+            tokens = 20 + 3 * number
+            plan.submit(request(f"r{number}", 10, output_tokens=tokens, tpot_s=0.05), 0.0)
+        plan._account.refresh(0.0)
+        return plan
+
+    tightest_s = 9.0 - planned(9.0)._promises.least_margin_s(0, 0.0)
+    plan = planned(tightest_s + spare_s)
+    account, promises, tried_s = plan._account, plan._promises, [spare_s]
+    for number in range(60):
+        account.closed.clear()
+        if account.can_bear(plan._state.by_id[f"r{number}"], 0.0):
+            tried_s.append(promises.least_margin_s(0, 0.0, tried=True))
+    account.refresh(0.0)
+    assert (len(tried_s) > 1) == (spare_s > 0.0)
+    assert promises.least_margin_s(0, 0.0) == pytest.approx(tried_s[-1], abs=1e-3)
