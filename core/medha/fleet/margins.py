@@ -92,26 +92,31 @@ class Margins:
     def _beyond(self, longer: float, now: float) -> AnswerTime:
         return AnswerTime((1.0 + longer) / (1.0 + self._longer) - 1.0, now, math.inf)
 
-    def _after(self, place: int, work_s: float, answer: AnswerTime) -> list[float]:
-        """Return the margins from a place on after work with an answer before them."""
-        rest = self._margin[place:]
-        if not answer.part:
+    def _after(
+        self, place: int, work_s: float, answer: AnswerTime, others: float = 0.0, now: float = 0.0
+    ) -> list[float]:
+        """Return the margins from a place on after work with an answer before them.
+
+        If `others` take a part of the time before each, less that.
+        """
+        if not answer.part and not others:
+            rest = self._margin[place:]
             return [left - work_s for left in rest] if work_s else rest
         # `AnswerTime.delay_s` of each, without a call
         part, first_s, longest_s = answer.part, answer.first_s, answer.longest_s
-        return [
-            left
-            - work_s
-            - part
-            * (
-                0.0
-                if (alongside_s := due_s - left + work_s - first_s) <= 0.0
-                else alongside_s
-                if alongside_s < longest_s
-                else longest_s
-            )
-            for due_s, left in zip(self._due[place:], rest, strict=True)
-        ]
+        due, margin = self._due, self._margin
+        after: list[float] = []
+        for at in range(place, len(margin)):  # faster than pairs, compiled
+            due_s, left_s = due[at], margin[at]
+            alongside_s = due_s - left_s + work_s - first_s
+            left_s -= work_s
+            if alongside_s > 0.0:
+                left_s -= part * (alongside_s if alongside_s < longest_s else longest_s)
+            if others:
+                before_s = due_s - left_s - now
+                left_s -= others * (before_s if before_s > 0.0 else 0.0)
+            after.append(left_s)
+        return after
 
     def add(self, due_s: float, work_s: float, now: float, answer: AnswerTime = NO_ANSWER) -> None:
         """Add a promise."""
@@ -139,8 +144,10 @@ class Margins:
         waits behind work, `others` take a part as long as that.
         """
         place = bisect.bisect_right(self._due, due_s)
-        later = self._left_by(others, self._after(place, work_s, answer), now)
-        later_s = min(later, default=math.inf) + work_s
+        later_s = math.inf
+        for left_s in self._after(place, work_s, answer, others, now):
+            later_s = min(later_s, left_s)
+        later_s += work_s
         before_s = (1.0 + others) * self._before_s(place, now)
         return min(later_s, due_s - now - before_s - spare_s)
 
@@ -157,21 +164,11 @@ class Margins:
         Behind a promise, every later margin must hold the work, and so must its own sum.
         """
         place = len(self._margin)
-        after = self._left_by(others, self._after(0, work_s, answer), now)
+        after = self._after(0, work_s, answer, others, now)
         while place and after[place - 1] >= 0.0:
             place -= 1
         earliest_s = (1.0 + others) * self._before_s(place, now) + work_s + spare_s
         return max(earliest_s, self._due[place - 1] - now) if place else earliest_s
-
-    def _left_by(self, others: float, margins: list[float], now: float) -> list[float]:
-        """Return what is left of the last margins if others take a part of the time before."""
-        if not others:
-            return margins
-        due = self._due[len(self._due) - len(margins) :]
-        return [
-            left - others * max(0.0, due_s - left - now)
-            for due_s, left in zip(due, margins, strict=True)
-        ]
 
     def _before_s(self, place: int, now: float) -> float:
         """Return the seconds until the promises before a place are done."""
