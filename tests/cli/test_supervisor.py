@@ -409,6 +409,32 @@ def test_ranks_that_never_join_have_the_time_of_a_start(fleet: Fleet) -> None:
     assert_replaced(fleet, pids)
 
 
+def test_only_slow_starts_extend_the_time_of_a_start(fleet: Fleet) -> None:
+    """A rank that is suspended while it starts would hang for long if other failures counted."""
+    fleet.step()
+    fleet.now += 6.0
+    for _ in range(2):
+        fleet.child("g0-s0").kill()
+        fleet.gone("g0-s0")
+        fleet.settle()
+        fleet.step(10.0)
+        assert fleet.running == BASE
+    unit = fleet.replica.groups[0]
+    for slow_starts in range(3):
+        pids = [fleet.child(name).pid for name in RANKS]
+        fleet.now += 1.0
+        fleet.status(wanted=1, state="starting", present=1)
+        fleet.now = unit.started_s + QUICK.hung_s * 2**slow_starts
+        fleet.status(wanted=1, state="starting", present=1)
+        fleet.settle()
+        assert [fleet.child(name).pid for name in RANKS] == pids
+        fleet.now += 1.0
+        fleet.status(wanted=1, state="starting", present=1)
+        fleet.settle()
+        fleet.step(10.0)
+        assert not {fleet.child(name).pid for name in RANKS} & set(pids)
+
+
 def test_ranks_that_joined_the_restarted_controller_may_leave_it(fleet: Fleet) -> None:
     """A group that is released has no ranks in the status before their processes end."""
     pids = killed_controller(fleet)

@@ -83,6 +83,7 @@ class Unit:
         self.started_s = self.not_before_s = float("-inf")
         self.urge_s = self.stop_by_s = self.reports_since_s = float("inf")
         self.failures: list[float] = []
+        self.slow_starts = 0  # in a row, that took longer than their limit
         self.ran = False  # a group: its controller had it running since its last start
 
 
@@ -152,12 +153,12 @@ class Supervisor:
         for group in status.groups:
             unit = replica.groups[group.group]
             if group.state == "running" and now - unit.started_s > SETTLED_STATUS_S:
-                unit.ran = True
+                unit.ran, unit.slow_starts = True, 0
             self.expect_back(unit, leader, len(group.ranks), now)
         for index in status.restart_groups:
             unit = replica.groups[index]
-            late = now > self._starts_by(unit)
-            if unit.state is UnitState.RUNNING and (unit.ran or late):
+            if unit.state is UnitState.RUNNING and (unit.ran or now > self._starts_by(unit)):
+                unit.slow_starts += not unit.ran
                 self._kill(unit, f"{unit.name} was lost by its controller", now)
 
     def expect_back(self, unit: Unit, leader: Unit, present: int, now: float) -> None:
@@ -170,10 +171,11 @@ class Supervisor:
             return  # the status is from the previous controller
         leader.reports_since_s = min(leader.reports_since_s, now)
         if present >= len(unit.children) and now - unit.started_s > SETTLED_STATUS_S:
-            unit.joined = leader.generation
+            unit.joined, unit.slow_starts = leader.generation, 0
         late = now - leader.reports_since_s > REJOIN_S and unit.joined < leader.generation
         started = unit.joined or now > self._starts_by(unit)
         if unit.state is UnitState.RUNNING and late and started:
+            unit.slow_starts += not unit.joined
             self._kill(unit, f"{unit.name} does not join its controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
@@ -198,9 +200,10 @@ class Supervisor:
     def _starts_by(self, unit: Unit) -> float:
         """Time by which a unit has started, unless it hangs.
 
-        A busy machine may start slowly: the limit doubles with each failure of the budget.
+        A busy machine may start slowly: the limit doubles with each slow start, up to the budget of
+        restarts. Other failures leave it alone, so that a rank that hangs after them is found.
         """
-        doublings = min(len(unit.failures), self._settings.restarts.budget)
+        doublings = min(unit.slow_starts, self._settings.restarts.budget)
         return unit.started_s + self._settings.hung_s * 2.0**doublings
 
     def _begin(self, unit: Unit, now: float) -> None:
