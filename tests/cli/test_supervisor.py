@@ -570,6 +570,23 @@ def test_a_controller_that_stops_answering_restarts(fleet: Fleet) -> None:
     assert controller.started_s > former
 
 
+def test_a_controller_that_never_answers_has_the_time_of_a_start(fleet: Fleet) -> None:
+    """As one that is suspended while it starts, at first or after the one before answered."""
+    fleet.step()
+    controller = fleet.replica.controller
+    for answered_s, time_s in ((float("-inf"), QUICK.hung_s), (900.0, 2 * QUICK.hung_s)):
+        former = fleet.child("c")
+        psutil.Process(former.pid).suspend()
+        fleet.now = controller.started_s + time_s
+        fleet.supervisor.hangs(controller, answered_s, fleet.now)
+        assert controller.state is UnitState.RUNNING
+        fleet.now += 1.0
+        fleet.supervisor.hangs(controller, answered_s, fleet.now)
+        fleet.settle()
+        fleet.step(1.0)
+        assert fleet.running == BASE and fleet.child("c") is not former
+
+
 def test_a_wanted_group_joins_and_one_that_leaves_by_itself_is_not_restarted(
     fleet: Fleet,
 ) -> None:

@@ -1,7 +1,7 @@
 """Polls of routers' and controllers' ops ports, twice a second, each on a thread of its own.
 
 A supervisor never waits for a network: it reads the latest status at any time. A process that does
-not answer has no status; one that answered before and is silent for HUNG_S hangs.
+not answer has no status; one that is silent for HUNG_S hangs, or still starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._silent_s, self._last_s = 0.0, 0.0
+        self._silent_s, self._last_s = 0.0, float("-inf")
 
     def note(self, answered: bool, began_s: float, now: float) -> None:
         """Note the end of a poll that began at `began_s`."""
@@ -43,8 +43,8 @@ class Answers:
 
     @property
     def hangs_since_s(self) -> float | None:
-        """Time of the last answer, if the process hangs; it counts if it answered once."""
-        return self._last_s if self._last_s and self._silent_s >= HUNG_S else None
+        """Time of the last answer, −∞ without one; None unless the process is silent."""
+        return self._last_s if self._silent_s >= HUNG_S else None
 
 
 class FleetPoll:
@@ -85,8 +85,8 @@ class FleetPoll:
         )
 
     def hangs_since_s(self, name: str) -> float | None:
-        """Return when a controller (by replica), or `ROUTER`, last answered; None unless it
-        hangs."""
+        """Return when a controller (by replica), or `ROUTER`, last answered; None unless it is
+        silent."""
         return self._answers[name].hangs_since_s
 
     def drain(self) -> None:
@@ -140,7 +140,7 @@ class ControllerPoll:
 
     @property
     def hangs_since_s(self) -> float | None:
-        """Time of the controller's last answer; None unless it hangs."""
+        """Time of the controller's last answer; None unless it is silent."""
         return self._answers.hangs_since_s
 
     @property

@@ -179,9 +179,18 @@ class Supervisor:
             self._kill(unit, f"{unit.name} does not join its controller", now)
 
     def hangs(self, unit: Unit, answered_s: float, now: float) -> None:
-        """Restart a unit that has not answered since `answered_s`, if it did since its start."""
-        if unit.state is UnitState.RUNNING and answered_s - unit.started_s > FIRST_STATUS_S:
+        """Restart a unit that has not answered since `answered_s`.
+
+        A unit without an answer since its start has the time of a start.
+        """
+        if unit.state is not UnitState.RUNNING:
+            return
+        if answered_s - unit.started_s > FIRST_STATUS_S:
+            unit.slow_starts = 0
             self._kill(unit, f"{unit.name} hangs", now)
+        elif now > self._starts_by(unit):
+            unit.slow_starts += 1
+            self._kill(unit, f"{unit.name} does not start", now)
 
     def stop(self, now: float, *, at_once: bool = False) -> None:
         """Send SIGTERM to all processes, and again shortly before the end of the grace period;
