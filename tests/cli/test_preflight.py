@@ -135,6 +135,24 @@ CONFIGS: list[tuple[dict[str, object], str]] = [
         {"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None},
         "rope type is 'longrope': must be one of default, ",
     ),
+    (
+        {"num_hidden_layers": 1 << 40},
+        "num_hidden_layers is 1099511627776: must be a positive whole number up to 10000; fix",
+    ),
+    ({"head_dim": 10**30}, f"head_dim is {10**30}: must be a positive whole number up to 21474"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        "factor is 0: must be a number from 0.01 to 1e+15; fetch",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0.5}},
+        "original_max_position_embeddings is 0.5: must be a number from 1 to ",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
+        "rope_theta is 1: must be a number from 2 to ",
+    ),
+    ({"layer_types": [[], {}]}, "layer_types must hold one of full_attention or "),
 ]
 
 

@@ -23,6 +23,7 @@ from medha.messages import GenerationDefaults
 from medha.model import ModelShape
 
 GENERATION_CONFIG = "generation_config.json"
+MAX_LAYERS = 10_000
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ def read_config(folder: pathlib.Path) -> DecoderConfig:
     path = folder / "config.json"
     raw = read_json(path)
     family = family_of(path, raw)
-    layers = count(path, raw, "num_hidden_layers")
+    layers = count(path, raw, "num_hidden_layers", most=MAX_LAYERS)
     heads = count(path, raw, "num_attention_heads")
     hidden = count(path, raw, "hidden_size")
     max_tokens = count(path, raw, "max_position_embeddings", family.max_tokens)

@@ -173,7 +173,11 @@ def _kinds(
     given = raw.get("layer_types")
     if given is None:
         return ruled
-    if not isinstance(given, list) or len(given) != layers or not set(given) <= set(KINDS):
+    if (
+        not isinstance(given, list)
+        or len(given) != layers
+        or any(kind not in KINDS for kind in given)
+    ):
         raise CheckpointError(
             f"{path}: layer_types must hold one of {' or '.join(KINDS)} for each of {layers}"
             " layers; fetch the file again"

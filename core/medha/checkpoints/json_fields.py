@@ -24,13 +24,24 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def count(path: pathlib.Path, raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive whole number of config.json. Raises CheckpointError naming the field."""
+MOST = 1 << 31
+"""Limit of counts, far beyond those of any model."""
+
+
+def count(
+    path: pathlib.Path,
+    raw: dict[str, Any],
+    key: str,
+    default: int | None = None,
+    most: int = MOST,
+) -> int:
+    """Return a whole number of config.json from 1 to `most`. Raises CheckpointError naming the
+    field."""
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise CheckpointError(
-            f"{path}: {key} is {value!r}: must be a positive whole number; fix it"
+            f"{path}: {key} is {value!r:.80}: must be a positive whole number up to {most}; fix it"
         )
     return value
 

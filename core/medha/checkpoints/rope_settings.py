@@ -5,7 +5,6 @@ Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` si
 
 from __future__ import annotations
 
-import math
 import pathlib
 from typing import Any
 
@@ -37,6 +36,11 @@ ROPE_KEYS = {
     "truncate",
     "finetuned",  # changes nothing
 }
+
+
+LEAST = {"rope_theta": 2, "factor": 0.01, "original_max_position_embeddings": 1}
+"""Of numbers that must not be as small as 0: with smaller ones there are no frequencies."""
+MOST = 1e15
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,9 +161,10 @@ def _rope_number(path: pathlib.Path, key: str, value: Any) -> float | None:
     """Return a numeric rotary setting; None if it is absent."""
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+    least = LEAST.get(key, 0)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MOST:
         raise CheckpointError(
-            f"{path}: {key} is {value!r}: must be a number that is not negative; fetch the file"
-            " again"
+            f"{path}: {key} is {value!r:.80}: must be a number from {least} to {MOST:g}; fetch the"
+            " file again"
         )
     return float(value)
