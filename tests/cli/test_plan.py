@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import stat
 from contextlib import closing
@@ -69,14 +70,20 @@ def place(ports: int = 1, **changes: Any) -> HostSettings:
 
 
 def checkpoint(folder: Path, **changes: object) -> Path:
-    """Write a checkpoint whose tensors have names but no numbers."""
+    """Write a checkpoint whose tensors are zeros."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     model = read_config(folder)
-    names = [HEAD, *vectors(model), *(f"{module}.weight" for module in projections(model))]
-    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = json.dumps(dict.fromkeys(names, empty)).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    shapes = {HEAD: (model.vocab, model.hidden), **dict(vectors(model))}
+    shapes |= {f"{module}.weight": shape for module, shape in projections(model)}
+    tensors, at = {}, 0
+    for name, shape in shapes.items():
+        end = at + 4 * math.prod(shape)
+        tensors[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(tensors).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(at)
+    (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder

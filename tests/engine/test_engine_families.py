@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from medha.checkpoints.decoder_config import read_config
 from medha.checkpoints.families import ARCHITECTURES
 from medha.checkpoints.families import FAMILIES as KNOWN
-from medha.checkpoints.tensor_names import check_names
+from medha.checkpoints.tensor_names import check_tensors
 from medha.errors import CheckpointError
 from medha_worker.attention.reference import ReferenceAttention
 from medha_worker.model.checkpoint_writer import FAMILIES, TinyModel
@@ -506,7 +506,7 @@ def test_tensors_that_a_family_does_not_have_are_named(
         raw = json.loads((source / "config.json").read_text())
         raw = {key: value for key, value in raw.items() if key != "num_local_experts"} | change
         (folder / "config.json").write_text(json.dumps(raw | {"architectures": None}))
-        for check in (lambda at: check_names(at, read_config(at)), SoloEngine):
+        for check in (lambda at: check_tensors(at, read_config(at)), SoloEngine):
             with pytest.raises(CheckpointError, match=f"{re.escape(part)}.*does not imply"):
                 check(folder)
 
@@ -525,6 +525,6 @@ def test_tensors_that_change_nothing_may_be_there(
     held[f"model.layers.{layers}.input_layernorm.weight"] = torch.ones(4)
     held["v_head.summary.weight"] = torch.ones(1, 4)
     save_file(held, folder / "model.safetensors", {"format": "pt"})
-    check_names(folder, read_config(folder))
+    check_tensors(folder, read_config(folder))
     actual = prefill(SoloEngine(folder), 1, tokens, 100)
     assert difference(actual, oracle(source, tokens)) < TOLERANCE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.recalling_prompts import recalling
 
 from medha.batch import Batch, Chunk
-from medha.checkpoints.decoder_config import read_config
-from medha.checkpoints.tensor_names import HEAD, check_names, projections, vectors
+from medha.checkpoints.decoder_config import DecoderConfig, read_config
+from medha.checkpoints.tensor_names import HEAD, check_tensors, projections, vectors
 from medha.errors import CheckpointError, SpecError
 from medha.messages.fields import Sampling
 from medha.messages.ranks import SequenceStart, Step
@@ -158,6 +159,21 @@ def test_a_tp_that_does_not_fit_the_heads_names_those_that_do(tiny: pathlib.Path
         load(Checkpoint(tiny), read_config(tiny), range(6), 0, 3, torch.float32)
 
 
+def _damage_header(path: pathlib.Path, kind: str) -> None:
+    """Change what the header says of a tensor, and nothing else."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8 : 8 + length])
+    tensors.pop("__metadata__", None)
+    first, second, *_ = sorted(tensors.values(), key=lambda held: held["data_offsets"])
+    if kind == "overlapping":
+        second["data_offsets"] = first["data_offsets"]
+    else:
+        second["shape"] = [7]
+    header = json.dumps(tensors).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
 def _damage(path: pathlib.Path, kind: str) -> None:
     data = path.read_bytes()
     if kind == "cut":
@@ -170,6 +186,8 @@ def _damage(path: pathlib.Path, kind: str) -> None:
         path.write_bytes(len(data).to_bytes(8, "little") + data[8:])
     elif kind == "no JSON":
         path.write_bytes(data[:8] + b"?" * 64 + data[72:])
+    elif kind in ("overlapping", "another size"):
+        _damage_header(path, kind)
     elif kind == "gone":
         path.unlink()
     else:
@@ -196,6 +214,8 @@ def _damage(path: pathlib.Path, kind: str) -> None:
         ("lacks model.norm.weight", "model.norm.weight"),
         ("shape", "model.layers.3.mlp.up_proj.weight is \\[351, 128\\].*\\[352, 128\\]"),
         ("I64", "model.norm.weight is I64"),
+        ("overlapping", "not a sound safetensors file .*has bytes 0 to"),
+        ("another size", "not a sound safetensors file .*has bytes .* and is F32"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(
@@ -209,6 +229,24 @@ def test_a_bad_file_is_named_in_one_line(
     message = str(caught.value)
     assert str(folder) in message
     assert "\n" not in message
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_tensors(folder, config)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.3.mlp.down_proj.weight"],
+)
+def test_numbers_with_which_no_answer_is_sound_are_named(
+    name: str, value: float, tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "bad")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinities: fetch"):
+        load(Checkpoint(folder), read_config(folder), range(6), 0, 1, torch.float32)
 
 
 @pytest.mark.parametrize("tied", [False, None])
@@ -267,31 +305,40 @@ def write_tied(folder: pathlib.Path, tied: bool | None) -> None:
     path.write_text(json.dumps(config if tied is None else config | {"tie_word_embeddings": tied}))
 
 
+def implied(model: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that are checked, without the head."""
+    weights = {f"{module}.weight": shape for module, shape in projections(model)}
+    return {**dict(vectors(model)), **weights}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_names_that_are_checked_are_those_of_the_files(name: str, checkpoint: Folder) -> None:
+def test_the_tensors_that_are_checked_are_those_of_the_files(name: str, checkpoint: Folder) -> None:
     folder = checkpoint(FAMILIES[name])
     model = read_config(folder)
-    held = {tensor for file in folder.glob("*.safetensors") for tensor in load_file(file)}
-    weights = [f"{module}.weight" for module in projections(model)]
-    assert {*vectors(model), *weights} == held - {HEAD}
-    check_names(folder, model)
+    held: dict[str, tuple[int, ...]] = {}
+    for file in folder.glob("*.safetensors"):
+        held |= {tensor: tuple(value.shape) for tensor, value in load_file(file).items()}
+    held.pop(HEAD, None)
+    assert implied(model) == held
+    check_tensors(folder, model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_names_that_are_checked_are_those_that_a_load_reads(
+def test_the_tensors_that_are_checked_are_those_that_a_load_reads(
     name: str, checkpoint: Folder
 ) -> None:
-    folder, read = checkpoint(FAMILIES[name]), set()
+    folder = checkpoint(FAMILIES[name])
+    read: dict[str, tuple[int, ...]] = {}
 
     class Watched(Checkpoint):
-        def slice(self, name: str, *rest: Any) -> Any:
-            read.add(name)
-            return super().slice(name, *rest)
+        def slice(self, name: str, shape: Sequence[int] | None, *rest: Any) -> Any:
+            read[name] = tuple(shape or ())
+            return super().slice(name, shape, *rest)
 
     model = read_config(folder)
     load(Watched(folder), model, range(model.layers), 0, 1, torch.float32)
-    weights = [f"{module}.weight" for module in projections(model)]
-    assert {*vectors(model), *weights} == read - {HEAD}
+    read.pop(HEAD, None)
+    assert implied(model) == read
 
 
 def test_biases_are_checked_if_config_json_names_them(
@@ -305,7 +352,7 @@ def test_biases_are_checked_if_config_json_names_them(
         model = read_config(folder)
         named = f"has no tensor model.layers.0.{missed}.bias, which"
         with pytest.raises(CheckpointError, match=named):
-            check_names(folder, model)
+            check_tensors(folder, model)
         with pytest.raises(CheckpointError, match=named):
             load(Checkpoint(folder), model, range(1), 0, 1, torch.float32)
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
 from medha.checkpoints.fit import check_packed, packed_bytes
 from medha.checkpoints.quantization import Quantization
-from medha.checkpoints.tensor_names import check_names
+from medha.checkpoints.tensor_names import check_tensors
 from medha.config import WorkerConfig
 from medha.errors import CheckpointError, SpecError
 from medha.model import ModelShape
@@ -129,13 +129,13 @@ def test_packed_weights_have_the_names_that_are_checked(
 ) -> None:
     folder = shutil.copytree(quantised(name, HALVED)[0], tmp_path / "packed")
     model = read_config(folder)
-    check_names(folder, model)
+    check_tensors(folder, model)
     assert model.quantization is not None
     lost = "model.layers.0.self_attn.k_proj" + model.quantization.suffix
     held = load_file(folder / "model.safetensors")
     del held[lost]
     save_file(held, folder / "model.safetensors")
-    for check in (lambda: check_names(folder, model), lambda: loaded(folder)):
+    for check in (lambda: check_tensors(folder, model), lambda: loaded(folder)):
         with pytest.raises(CheckpointError, match=f"has no tensor {lost}, which"):
             check()
 
@@ -478,9 +478,8 @@ def test_settings_that_are_not_in_config_json_are_named(
     named = rf'q_proj is packed, but .* {file} is not read: add .*"quant_method": "{method}"'
     with pytest.raises(CheckpointError, match=named):
         loaded(folder)
-    if method != "modelopt":  # only its types differ from those of plain weights
-        with pytest.raises(CheckpointError, match=named):
-            check_names(folder, read_config(folder))
+    with pytest.raises(CheckpointError, match=named):
+        check_tensors(folder, read_config(folder))
 
 
 def test_settings_of_another_checkpoint_do_not_keep_plain_weights_from_loading(

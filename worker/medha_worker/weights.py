@@ -10,6 +10,7 @@ CheckpointError naming the file, the tensor and the remedy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
@@ -19,18 +20,26 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from medha.checkpoints.checkpoint_files import SINGLE, check_weights, file_of_each
+from medha.checkpoints.checkpoint_files import (
+    SINGLE,
+    HeldTensor,
+    TensorHeader,
+    check_weights,
+    file_of_each,
+)
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.quantization import refuse_unnamed
 from medha.checkpoints.routed_experts import RoutedExperts
 from medha.checkpoints.tensor_names import (
     EMBEDDING,
+    FLOATS,
     HEAD,
     NORM,
+    check_tensor,
+    check_tensors,
     missing,
     missing_head,
-    refuse_more,
 )
 from medha.errors import CheckpointError
 from medha.topology import check_tp, kv_heads_of
@@ -42,7 +51,6 @@ from medha_worker.model.int4_linear import int4_linear
 from medha_worker.model.latent_projections import LatentProjections
 from medha_worker.model.layers import GatedMlp, Mlp, Projection, linear
 from medha_worker.model.packed_weights import (
-    FLOATS,
     Fp8Parts,
     Int4Parts,
     Int4Weight,
@@ -173,24 +181,15 @@ class Checkpoint:
         return name in self._file_of
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise CheckpointError for a tensor of a layer that `config` does not imply."""
-        refuse_more(self.folder, self._file_of, config)
+        """Raise CheckpointError unless the files hold the tensors that `config` implies."""
+        check_tensors(self.folder, config)
 
     def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
         """Return a lazy slice of tensor `name`, which must have `shape` (None: any) and one of
         `types`."""
         file, tensor = self._lazy(name)
-        if shape is not None and tuple(tensor.get_shape()) != tuple(shape):
-            raise CheckpointError(
-                f"{self.folder / file}: {name} is {list(tensor.get_shape())}: config.json implies"
-                f" {list(shape)}; config.json and the weights must be of one model"
-            )
-        if tensor.get_dtype() not in types:
-            raise CheckpointError(
-                f"{self.folder / file}: {name} is {tensor.get_dtype()}: must be"
-                f" {' or '.join(types)}, as quantization_config in config.json says; fetch both"
-                " again, or use the bfloat16 checkpoint"
-            )
+        header = TensorHeader(dtype=tensor.get_dtype(), shape=tuple(tensor.get_shape()))
+        check_tensor(self.folder, name, HeldTensor(self.folder / file, header), shape, types)
         return tensor
 
     def type_of(self, name: str) -> str:
@@ -410,7 +409,7 @@ class _Loader:
         bias = None
         if experts.biased:
             name = prefix + "gate.e_score_correction_bias"
-            bias = self._count(self.checkpoint.slice(name, (experts.count,))[:]).float()
+            bias = self._count(name, self.checkpoint.slice(name, (experts.count,))[:]).float()
         names = [f"{prefix}experts.{n}." for n in range(experts.count)]
         loaded = Experts(
             router,
@@ -472,7 +471,7 @@ class _Loader:
         biases = []
         for number, (name, outputs, rows) in enumerate(parts):
             tensor = self.checkpoint.slice(name + ".bias", (outputs,))
-            own = self._count(tensor[rows.start : rows.stop]).to(self.dtype)
+            own = self._count(name, tensor[rows.start : rows.stop]).to(self.dtype)
             biases.append(turned[number](own) if number < len(turned) else own)
         return torch.cat(biases)
 
@@ -533,7 +532,8 @@ class _Loader:
             if weight not in self.checkpoint or self.checkpoint.type_of(weight) not in FLOATS:
                 refuse_unnamed(self.checkpoint.folder, name)
             return None
-        return packed_weight(self.checkpoint, name, shape, packing, self._count)
+        place = functools.partial(self._count, name)
+        return packed_weight(self.checkpoint, name, shape, packing, place)
 
     def _weight(
         self, name: str, shape: tuple[int, int], rows: range, columns: range
@@ -543,12 +543,13 @@ class _Loader:
         packed = self._packed(name, shape)
         if packed is not None:
             return packed[cut]
-        return self._count(self.checkpoint.slice(name + ".weight", shape)[cut])
+        name += ".weight"
+        return self._count(name, self.checkpoint.slice(name, shape)[cut])
 
     def _vector(self, name: str, size: int = 0) -> torch.Tensor:
         """Load a vector of `size` entries (0: hidden size)."""
         tensor = self.checkpoint.slice(name, (size or self.config.hidden,))
-        return self._count(tensor[:]).to(self.dtype)
+        return self._count(name, tensor[:]).to(self.dtype)
 
     def _vocab(self, name: str) -> torch.Tensor:
         """Load this shard's rows of a vocabulary table, padded with zero rows."""
@@ -558,15 +559,24 @@ class _Loader:
         shape = (self.vocab_rows, self.config.hidden)
         table = torch.zeros(shape, dtype=self.dtype, device=self.device)
         if start < stop:
-            table[: stop - start].copy_(self._count(tensor[start:stop, :]))
+            table[: stop - start].copy_(self._count(name, tensor[start:stop, :]))
         return table
 
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _count(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what was read of tensor `name`, on the device. Raises CheckpointError for NaN and
+        infinities, with which no answer would be sound."""
         with self._lock:
             self.done_bytes += tensor.nbytes
             if self.progress is not None:
                 self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
-        return tensor.to(self.device)
+        placed = tensor.to(self.device)
+        scalars = placed.dtype.is_floating_point and placed.itemsize > 1 and placed.numel()
+        if scalars and not torch.stack(placed.aminmax()).isfinite().all():
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {name} holds NaN or infinities: fetch the weights"
+                " again, or convert them again in a wider type"
+            )
+        return placed
 
     def _total_bytes(self) -> int:
         """Return the bytes that this rank will read, without norms, biases and scales."""

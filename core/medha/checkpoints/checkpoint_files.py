@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,8 @@ SINGLE = "model.safetensors"
 SAMPLE_BYTES = 4096
 HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
+SCALAR_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
+"""Of the types that are read; others count as any size."""
 READERS = 8
 """Files read at once: network storage is slow per request, but serves many in parallel."""
 
@@ -44,6 +47,13 @@ class TensorHeader(TensorOffsets, frozen=True):
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
+
+
+class HeldTensor(msgspec.Struct, frozen=True):
+    """A tensor's file and its header there; None if the index names a file that lacks it."""
+
+    file: pathlib.Path
+    header: TensorHeader | None
 
 
 class TokenizerJson(msgspec.Struct, frozen=True):
@@ -86,38 +96,60 @@ def check_tokenizer(folder: pathlib.Path) -> None:
 
 
 def check_weights(folder: pathlib.Path) -> None:
-    """Compare each weight file's size with the size that its header implies; CheckpointError."""
+    """Raise CheckpointError unless the weight files are there, whole and sound."""
+    _headers(folder, file_of_each(folder))
+
+
+def held_tensors(folder: pathlib.Path) -> dict[str, HeldTensor]:
+    """Return all tensors of a folder by name. Raises CheckpointError."""
     indexed = file_of_each(folder)
+    headers = _headers(folder, indexed)
+    if indexed is None:
+        indexed = dict.fromkeys(headers[SINGLE], SINGLE)
+    return {
+        name: HeldTensor(folder / file, headers[file].get(name)) for name, file in indexed.items()
+    }
+
+
+def _headers(
+    folder: pathlib.Path, indexed: dict[str, str] | None
+) -> dict[str, dict[str, TensorHeader]]:
+    """Return the tensors of each weight file. Raises CheckpointError."""
     if indexed is None and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} has no *.safetensors: only that format is loaded; fetch the weights in it"
         )
     files = sorted({SINGLE} if indexed is None else set(indexed.values()))
     with ThreadPoolExecutor(READERS) as readers:
-        list(readers.map(_check_whole, [folder / name for name in files]))
+        tensors = readers.map(tensor_headers, [folder / name for name in files])
+        return dict(zip(files, tensors, strict=True))
 
 
 def tensor_headers(path: pathlib.Path) -> dict[str, TensorHeader]:
-    """Return the tensors of a whole safetensors file by name. Raises CheckpointError."""
-    _check_whole(path)
-    with _readable(path), path.open("rb", buffering=0) as file:
-        _, header = _header(file.fileno(), os.fstat(file.fileno()).st_size)
-        tensors = msgspec.json.decode(header, type=dict[str, TensorHeader])
-    return {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
-
-
-def _check_whole(path: pathlib.Path) -> None:
+    """Return the tensors of a safetensors file by name. Raises CheckpointError unless it is whole,
+    and each tensor has the bytes of its shape and type, after those of another."""
     with _readable(path), path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length, header = _header(file.fileno(), size)
-        tensors = msgspec.json.decode(header, type=dict[str, TensorOffsets])
-    ends = (tensor.data_offsets[1] for tensor in tensors.values())
-    expected = 8 + length + max(ends, default=0)
-    if expected != size:
+        tensors = msgspec.json.decode(header, type=dict[str, TensorHeader])
+    tensors.pop("__metadata__", None)
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda held: held[1].data_offsets):
+        begin, stop = tensor.data_offsets
+        scalar = SCALAR_BYTES.get(tensor.dtype)
+        if begin != end or (scalar and stop - begin != scalar * math.prod(tensor.shape)):
+            raise CheckpointError(
+                f"{path} is not a sound safetensors file ({name[:200]} has bytes {begin} to {stop},"
+                f" begins after {end}, and is {tensor.dtype[:20]} {list(tensor.shape)}): fetch it"
+                " again"
+            )
+        end = stop
+    if 8 + length + end != size:
         raise CheckpointError(
             f"{path} is not a sound safetensors file (it has {size} bytes and must have "
-            f"{expected}): fetch it again"
+            f"{8 + length + end}): fetch it again"
         )
+    return tensors
 
 
 @contextlib.contextmanager

@@ -57,6 +57,17 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             return ".weight_packed"
         return ".weight" if self.method == "fp8" else ".qweight"
 
+    def stored(self, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[str, ...]]:
+        """Return the shape and types of the tensor that holds a packed weight of `shape`, [outputs,
+        inputs]: words of eight 4-bit numbers, or FP8."""
+        outputs, inputs = shape
+        if self.method == "fp8":
+            return shape, ("F8_E4M3",)
+        if self.method == "awq":
+            return (inputs, -(-outputs // 8)), ("I32",)
+        words = -(-inputs // 8)
+        return ((words, outputs) if self.method == "gptq" else (outputs, words)), ("I32",)
+
     def held_bytes(self, scalar_bytes: float) -> float:
         """Bytes of a weight that stays packed in memory, with its share of a scale and a zero; FP8
         scales are float32, those of outputs and tensors not counted."""

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from medha.checkpoints.quantization import Quantization
+from medha.checkpoints.tensor_names import FLOATS
 from medha.errors import CheckpointError
 
-FLOATS = ("F32", "F16", "BF16")
 # Place of each number in its word, in units of 4 bits.
 WORD = (0, 1, 2, 3, 4, 5, 6, 7)
 WORD_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -92,7 +92,7 @@ class Fp8Weight:
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
-        self._weight = files.slice(name + ".weight", shape, ("F8_E4M3",))
+        self._weight = files.slice(name + packing.suffix, *packing.stored(shape))
         inverse = name + ".weight_scale_inv"  # DeepSeek's name, not an inverse
         scales = files.slice(inverse if inverse in files else name + ".weight_scale", None)[...]
         if packing.block is None and scales.numel() in (1, shape[0]):
@@ -163,8 +163,7 @@ class Int4Weight:
         self._offset, self._place = packing.zero_offset, place
         size = packing.group or inputs
         groups, words = -(-inputs // size), -(-outputs // 8)
-        packed = (inputs, words) if self._awq else (-(-inputs // 8), outputs)
-        self._weights = files.slice(name + packing.suffix, packed, ("I32",))
+        self._weights = files.slice(name + packing.suffix, *packing.stored(shape))
         self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
         self._scales = files.slice(name + ".scales", (groups, outputs))
         self._of_input = in_order = torch.arange(inputs) // size
@@ -220,7 +219,7 @@ class CompressedWeight:
         outputs, inputs = shape
         self._size, self._place = packing.group or inputs, place
         groups = -(-inputs // self._size)
-        self._weights = files.slice(name + packing.suffix, (outputs, -(-inputs // 8)), ("I32",))
+        self._weights = files.slice(name + packing.suffix, *packing.stored(shape))
         self._scales = files.slice(name + ".weight_scale", (outputs, groups))
         self._zeros = None
         if not packing.symmetric:

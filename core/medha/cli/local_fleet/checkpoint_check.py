@@ -18,7 +18,7 @@ from medha.adapters.transports import (
 from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
 from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
 from medha.checkpoints.fit import misfits, read_adapters
-from medha.checkpoints.tensor_names import check_names
+from medha.checkpoints.tensor_names import check_tensors
 from medha.cli.local_fleet.faults import Faults
 from medha.cli.local_fleet.fleet_plan import replica_count, router_models
 from medha.cli.local_fleet.preflight import check_gpus
@@ -77,7 +77,7 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
             if weights:
                 check_weights(folder)
                 if model is not None:
-                    check_names(folder, model)
+                    check_tensors(folder, model)
     faults.raise_all()
     return folder
 
