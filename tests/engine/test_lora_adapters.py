@@ -378,6 +378,19 @@ def test_a_tensor_that_is_not_served_is_named(
         read_lora(folder, read_config(base))
 
 
+def test_numbers_with_which_no_answer_is_sound_are_named(
+    tiny: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = write_adapter(tiny, tmp_path / "bad")
+    held = load_file(folder / "adapter_model.safetensors")
+    for name in (next(iter(held)), list(held)[-1]):
+        other = held[name].clone()
+        other[0, 0] = float("nan")
+        save_file(held | {name: other}, folder / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors holds NaN"):
+            SoloEngine(tiny, adapters={"a": folder})
+
+
 def test_other_files_are_named(tiny: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config = read_config(tiny)
     with pytest.raises(CheckpointError, match=r"adapter_config.json cannot be read"):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,6 +139,42 @@ def test_packed_weights_have_the_names_that_are_checked(
     for check in (lambda: check_tensors(folder, model), lambda: loaded(folder)):
         with pytest.raises(CheckpointError, match=f"has no tensor {lost}, which"):
             check()
+
+
+@format_
+def test_each_part_of_a_packed_weight_is_checked_before_loading(
+    name: str, quantised: Quantised, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(quantised(name, HALVED)[0], tmp_path / "packed")
+    model = read_config(folder)
+    assert model.quantization is not None
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    module = "model.layers.0.self_attn.k_proj."
+    free = ("input_scale", "weight_shape", *(() if model.quantization.ordered else ("g_idx",)))
+    parts = [part for part in held if part.startswith(module) and not part.endswith(free)]
+    assert len(parts) > 1
+    for part in parts:
+        for changed in (held[part].to(torch.int64), None):
+            others = {**held, part: changed}
+            save_file({name: own for name, own in others.items() if own is not None}, file)
+            for check in (lambda: check_tensors(folder, model), lambda: loaded(folder)):
+                with pytest.raises(CheckpointError, match=re.escape(part.removesuffix("_inv"))):
+                    check()
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "modelopt", "awq", "pack-quantized"])
+def test_scales_with_which_no_answer_is_sound_are_named(
+    name: str, quantised: Quantised, tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(quantised(name, HALVED)[0], tmp_path / "packed")
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    scales = next(part for part in held if re.search(r"k_proj\.(weight_)?scale", part))
+    held[scales].view(-1)[0] = float("nan")
+    save_file(held, file)
+    with pytest.raises(CheckpointError, match=r"k_proj.* NaN or infinities: fetch"):
+        loaded(folder)
 
 
 @format_

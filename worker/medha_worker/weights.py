@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.checkpoints.checkpoint_files import (
+    FLOATS,
     SINGLE,
     HeldTensor,
     TensorHeader,
@@ -33,7 +34,6 @@ from medha.checkpoints.quantization import refuse_unnamed
 from medha.checkpoints.routed_experts import RoutedExperts
 from medha.checkpoints.tensor_names import (
     EMBEDDING,
-    FLOATS,
     HEAD,
     NORM,
     check_tensor,
@@ -177,7 +177,7 @@ class Checkpoint:
                     ) from None
             return self._open[file]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def check(self, config: DecoderConfig) -> None:
@@ -234,6 +234,13 @@ def load(
     if packed:
         loader.scratch = Scratch(dtype, device)
     return loader.load()
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return False if a tensor of a plain floating type holds NaN or infinities."""
+    if not tensor.dtype.is_floating_point or tensor.itemsize == 1 or not tensor.numel():
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _as_stored(rows: torch.Tensor) -> torch.Tensor:
@@ -570,8 +577,7 @@ class _Loader:
             if self.progress is not None:
                 self.progress(min(self.done_bytes, self.total_bytes), self.total_bytes)
         placed = tensor.to(self.device)
-        scalars = placed.dtype.is_floating_point and placed.itemsize > 1 and placed.numel()
-        if scalars and not torch.stack(placed.aminmax()).isfinite().all():
+        if not all_finite(placed):
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {name} holds NaN or infinities: fetch the weights"
                 " again, or convert them again in a wider type"

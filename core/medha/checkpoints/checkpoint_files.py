@@ -32,6 +32,8 @@ HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 SCALAR_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
 """Of the types that are read; others count as any size."""
+FLOATS: tuple[str, ...] = ("F32", "F16", "BF16")
+"""Types of plain weights and of scales."""
 READERS = 8
 """Files read at once: network storage is slow per request, but serves many in parallel."""
 

@@ -9,10 +9,12 @@ plain type and read as such. Activations are never quantised, whatever the schem
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Container
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from medha.checkpoints.checkpoint_files import FLOATS
 from medha.errors import CheckpointError
 
 SERVED = (
@@ -27,6 +29,10 @@ SETTINGS_FILES = {
 }
 """Files that hold the settings for tools that do not write them to config.json, with their
 quant_method."""
+
+
+WORDS = ("I32",)
+Part = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,16 +63,32 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             return ".weight_packed"
         return ".weight" if self.method == "fp8" else ".qweight"
 
-    def stored(self, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[str, ...]]:
-        """Return the shape and types of the tensor that holds a packed weight of `shape`, [outputs,
-        inputs]: words of eight 4-bit numbers, or FP8."""
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """Return shape and types of the tensors that hold a packed weight of `shape`, [outputs,
+        inputs], by the end of their name; without FP8 scales, which have several forms.
+
+        4-bit numbers are packed as words of eight.
+        """
         outputs, inputs = shape
         if self.method == "fp8":
-            return shape, ("F8_E4M3",)
-        if self.method == "awq":
-            return (inputs, -(-outputs // 8)), ("I32",)
-        words = -(-inputs // 8)
-        return ((words, outputs) if self.method == "gptq" else (outputs, words)), ("I32",)
+            return {self.suffix: (shape, ("F8_E4M3",))}
+        groups = -(-inputs // (self.group or inputs))
+        of_outputs, of_inputs = -(-outputs // 8), -(-inputs // 8)
+        if self.method == "pack-quantized":
+            held: dict[str, Part] = {
+                self.suffix: ((outputs, of_inputs), WORDS),
+                ".weight_scale": ((outputs, groups), FLOATS),
+            }
+            zeros: dict[str, Part] = {".weight_zero_point": ((of_outputs, groups), WORDS)}
+            return held if self.symmetric else held | zeros
+        words = (inputs, of_outputs) if self.method == "awq" else (of_inputs, outputs)
+        held = {
+            self.suffix: (words, WORDS),
+            ".qzeros": ((groups, of_outputs), WORDS),
+            ".scales": ((groups, outputs), FLOATS),
+        }
+        order: dict[str, Part] = {".g_idx": ((inputs,), WORDS)}
+        return held | order if self.ordered else held
 
     def held_bytes(self, scalar_bytes: float) -> float:
         """Bytes of a weight that stays packed in memory, with its share of a scale and a zero; FP8
@@ -100,6 +122,12 @@ def quantization_of(path: pathlib.Path, raw: dict[str, Any]) -> Quantization | N
     if method == "gptq":
         return _gptq(settings)
     settings.refuse("quant_method", method, f"must be one of {SERVED}")
+
+
+def fp8_scales(module: str, held: Container[str]) -> str:
+    """Return the name of a module's FP8 scales: DeepSeek's, which is no inverse, or the others'."""
+    inverse = module + ".weight_scale_inv"
+    return inverse if inverse in held else module + ".weight_scale"
 
 
 def refuse_unnamed(folder: pathlib.Path, module: str) -> None:

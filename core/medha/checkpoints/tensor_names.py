@@ -6,9 +6,9 @@ import pathlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from medha.checkpoints.checkpoint_files import HeldTensor, held_tensors
+from medha.checkpoints.checkpoint_files import FLOATS, HeldTensor, held_tensors
 from medha.checkpoints.decoder_config import DecoderConfig
-from medha.checkpoints.quantization import refuse_unnamed
+from medha.checkpoints.quantization import fp8_scales, refuse_unnamed
 from medha.errors import CheckpointError
 
 # Beginning of a tensor's name in a layer, and the module of what changes the layer's results. Other
@@ -18,16 +18,12 @@ _COUNTS = re.compile(r"(.+)\.(?:weight|weight_packed|qweight|bias|e_score_correc
 # Only layers that predict further tokens (MTP), which are not served, have this projection.
 _OF_FURTHER_TOKENS = ".eh_proj."
 
-FLOATS: tuple[str, ...] = ("F32", "F16", "BF16")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 def check_tensors(folder: pathlib.Path, model: DecoderConfig) -> None:
     """Raise CheckpointError for a tensor that ranks need, and which the files lack or hold in
-    another shape or type.
-
-    Ranks compare scales and zeros of packed weights as they load them.
-    """
+    another shape or type. Ranks compare shapes of FP8 scales as they load them."""
     held = held_tensors(folder)
     if not model.tied_embeddings and HEAD not in held:
         raise missing_head(folder)
@@ -38,15 +34,21 @@ def check_tensors(folder: pathlib.Path, model: DecoderConfig) -> None:
         check_tensor(folder, HEAD, held[HEAD], (model.vocab, model.hidden))
     packing = model.quantization
     for module, shape in projections(model):
-        name, types = module + ".weight", FLOATS
+        name = module + ".weight"
         header = held[name].header if name in held else None
         plain = header is not None and header.dtype in FLOATS
-        if packing is None:
-            if not plain:
-                refuse_unnamed(folder, module)
-        elif not plain or (packing.suffix != ".weight" and module + packing.suffix in held):
-            name, (shape, types) = module + packing.suffix, packing.stored(shape)
-        check_tensor(folder, name, held.get(name), shape, types)
+        if packing is None and not plain:
+            refuse_unnamed(folder, module)
+        if packing is None or (
+            plain and (packing.suffix == ".weight" or module + packing.suffix not in held)
+        ):
+            check_tensor(folder, name, held.get(name), shape)
+            continue
+        for end, (stored, types) in packing.parts(shape).items():
+            check_tensor(folder, module + end, held.get(module + end), stored, types)
+        if packing.method == "fp8":
+            scales = fp8_scales(module, held)
+            check_tensor(folder, scales, held.get(scales), None)
 
 
 def refuse_more(folder: pathlib.Path, held: Collection[str], model: DecoderConfig) -> None:

@@ -25,7 +25,7 @@ from medha.topology import kv_heads_of
 from medha_worker.model.layers import GatedMlp, Linear, Projection
 from medha_worker.model.rope import interleaved
 from medha_worker.model.widened_linear import WidenedLinear, widens
-from medha_worker.weights import LayerWeights
+from medha_worker.weights import LayerWeights, all_finite
 
 # Rows of one adapter in a batch.
 Rows = slice | torch.Tensor
@@ -234,6 +234,11 @@ class _AdapterLoader:
     def _linear(self, weight: torch.Tensor, scale: float = 1.0) -> Projection:
         """Return x·Wᵀ·scale for `weight` [outputs, inputs], which is scaled before rounding."""
         weight = weight.to(self._device, torch.float32).mul(scale).to(self._dtype)
+        if not all_finite(weight):
+            raise CheckpointError(
+                f"{self._lora.folder}/{WEIGHTS} holds NaN, infinities or numbers beyond those of"
+                f" {self._dtype}: save the adapter again"
+            )
         if widens(weight):
             return WidenedLinear(weight)
         turned = weight.t().contiguous() if weight.is_cpu else weight.contiguous().t()

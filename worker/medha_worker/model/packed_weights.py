@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from medha.checkpoints.quantization import Quantization
-from medha.checkpoints.tensor_names import FLOATS
+from medha.checkpoints.checkpoint_files import FLOATS
+from medha.checkpoints.quantization import WORDS, Quantization, fp8_scales
 from medha.errors import CheckpointError
 
 # Place of each number in its word, in units of 4 bits.
@@ -38,7 +38,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 class Files(Protocol):
     """The files of a checkpoint."""
 
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: object) -> bool: ...
 
     def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
         """Return a lazy slice of tensor `name`, of `shape` (None: any) and one of `types`."""
@@ -92,9 +92,8 @@ class Fp8Weight:
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
-        self._weight = files.slice(name + packing.suffix, *packing.stored(shape))
-        inverse = name + ".weight_scale_inv"  # DeepSeek's name, not an inverse
-        scales = files.slice(inverse if inverse in files else name + ".weight_scale", None)[...]
+        self._weight = files.slice(name + packing.suffix, *packing.parts(shape)[packing.suffix])
+        scales = files.slice(fp8_scales(name, files), None)[...]
         if packing.block is None and scales.numel() in (1, shape[0]):
             scales = scales.reshape(-1, 1)
             self._block = (shape[0] // len(scales), shape[1])
@@ -106,6 +105,10 @@ class Fp8Weight:
                 f"{name}.weight is {list(shape)}, its scales are {list(scales.shape)}: must be"
                 f" {list(blocks)} by the weight_block_size of config.json; config.json and the"
                 " weights must be of one model"
+            )
+        if not scales.float().isfinite().all():
+            raise CheckpointError(
+                f"the scales of {name}.weight hold NaN or infinities: fetch the weights again"
             )
         self._scales, self._place = scales, place
 
@@ -157,18 +160,18 @@ class Int4Weight:
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
-        outputs, inputs = shape
+        inputs = shape[1]
         self._awq = packing.method == "awq"
         self._order = WORD_AWQ if self._awq else WORD
         self._offset, self._place = packing.zero_offset, place
-        size = packing.group or inputs
-        groups, words = -(-inputs // size), -(-outputs // 8)
-        self._weights = files.slice(name + packing.suffix, *packing.stored(shape))
-        self._zeros = files.slice(name + ".qzeros", (groups, words), ("I32",))
-        self._scales = files.slice(name + ".scales", (groups, outputs))
-        self._of_input = in_order = torch.arange(inputs) // size
+        parts = packing.parts(shape)
+        self._weights, self._zeros, self._scales = (
+            files.slice(name + end, *parts[end]) for end in (packing.suffix, ".qzeros", ".scales")
+        )
+        self._of_input = in_order = torch.arange(inputs) // (packing.group or inputs)
+        groups = int(in_order[-1]) + 1
         if packing.ordered or (not self._awq and name + ".g_idx" in files):
-            self._of_input = files.slice(name + ".g_idx", (inputs,), ("I32",))[:].long()
+            self._of_input = files.slice(name + ".g_idx", (inputs,), WORDS)[:].long()
             least, most = self._of_input.aminmax()
             if least < 0 or most >= groups:
                 raise CheckpointError(
@@ -216,15 +219,10 @@ class CompressedWeight:
     def __init__(
         self, files: Files, name: str, shape: tuple[int, int], packing: Quantization, place: Place
     ) -> None:
-        outputs, inputs = shape
-        self._size, self._place = packing.group or inputs, place
-        groups = -(-inputs // self._size)
-        self._weights = files.slice(name + packing.suffix, *packing.stored(shape))
-        self._scales = files.slice(name + ".weight_scale", (outputs, groups))
-        self._zeros = None
-        if not packing.symmetric:
-            words = (-(-outputs // 8), groups)
-            self._zeros = files.slice(name + ".weight_zero_point", words, ("I32",))
+        self._size, self._place = packing.group or shape[1], place
+        held = {end: files.slice(name + end, *part) for end, part in packing.parts(shape).items()}
+        self._weights, self._scales = held[packing.suffix], held[".weight_scale"]
+        self._zeros = held.get(".weight_zero_point")
 
     def __getitem__(self, cut: Cut) -> torch.Tensor:
         """Return a part in float32, on the device."""
