@@ -62,13 +62,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def weights(size: int) -> bytes:
+    """Return a safetensors file of `size` bytes, with one tensor."""
+    data = size - 100
+    tensor = {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}
+    header = json.dumps({"w": tensor}).encode().ljust(92)
+    return len(header).to_bytes(8, "little") + header + b"w" * data
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as running:
         running.files = {
             "config.json": b"{}",
             "tokenizer.json": b"{}",
-            "model.safetensors": b"w" * 10_000,
+            "model.safetensors": weights(10_000),
         }
         thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -90,7 +98,7 @@ def test_a_checkpoint_in_one_file_is_fetched(server: Server, tmp_path: Path) -> 
 
 
 def test_an_adapter_is_fetched_without_a_model(server: Server, tmp_path: Path) -> None:
-    server.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w" * 99}
+    server.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights(199)}
     fetch(server.url, tmp_path, lambda _: None, adapter=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == server.files
     del server.files["adapter_config.json"]
@@ -100,9 +108,9 @@ def test_an_adapter_is_fetched_without_a_model(server: Server, tmp_path: Path) -
 
 def test_a_checkpoint_in_shards_is_fetched_by_its_index(server: Server, tmp_path: Path) -> None:
     del server.files["model.safetensors"]
-    shards = {"model-1.safetensors": b"one", "model-2.safetensors": b"two"}
-    weights = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
-    index = json.dumps({"metadata": {}, "weight_map": weights}).encode()
+    shards = {"model-1.safetensors": weights(201), "model-2.safetensors": weights(202)}
+    files = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    index = json.dumps({"metadata": {}, "weight_map": files}).encode()
     server.files |= shards | {"model.safetensors.index.json": index}
     assert fetch_files(server, tmp_path) == server.files
     assert [name for name, _ in server.requested].count("model-1.safetensors") == 1
@@ -124,6 +132,28 @@ def test_existing_files_are_not_fetched_again(server: Server, tmp_path: Path) ->
     fetch(server.url, tmp_path, lines.append)
     assert {name for name, _ in server.requested}.isdisjoint(server.files)
     assert {line.partition(": kept")[0] for line in lines} == set(server.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        ("model.safetensors", weights(10_000)[:-1], "is not a sound safetensors file"),
+        ("model.safetensors", b"<html>log in</html>", "is not a sound safetensors file"),
+        ("config.json", b"<html>log in</html>", "is not JSON"),
+        ("tokenizer_config.json", b"[]", "holds a list, not an object"),
+        ("model.safetensors.index.json", b"{", "is not JSON"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named_and_not_kept(
+    name: str, data: bytes, named: str, server: Server, tmp_path: Path
+) -> None:
+    sound = server.files.get(name)
+    server.files[name] = data
+    with pytest.raises(CheckpointError, match=f"^http.*/{name} {named}.*: correct the address"):
+        fetch_files(server, tmp_path)
+    del server.files[name]
+    server.files |= {name: sound} if sound else {}
+    assert fetch_files(server, tmp_path) == server.files
 
 
 def test_a_missing_checkpoint_fails_at_once_with_its_address(

@@ -6,8 +6,8 @@
 
 or of an adapter: adapter_config.json and adapter_model.safetensors.
 
-A file gets its name once it is complete. A broken transfer resumes where it stopped, with back-off;
-a complete file is not fetched again.
+A file gets its name once it is complete, and JSON or safetensors as the name says. A broken
+transfer resumes where it stopped, with back-off; a complete file is not fetched again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
+from medha.checkpoints.checkpoint_files import tensor_headers
+from medha.checkpoints.json_fields import read_json
 from medha.errors import CheckpointError
 
 NEEDED = ("config.json", "tokenizer.json")
@@ -121,6 +123,7 @@ class _Source:
                 why = str(error) or type(error).__name__
             else:
                 if status < 400:
+                    self._check(name, part)
                     part.rename(whole)
                     self._say(f"{name}: {whole.stat().st_size:,} bytes")
                     return True
@@ -135,6 +138,21 @@ class _Source:
             f"{self._shown(name)} cannot be fetched ({why}): correct the address (source.uri), or "
             "make the files available there"
         )
+
+    def _check(self, name: str, part: pathlib.Path) -> None:
+        """Raise CheckpointError for a complete file of another kind, such as a web page, or one
+        that was cut before; remove it."""
+        try:
+            if name.endswith(".json"):
+                read_json(part)
+            elif name.endswith(".safetensors"):
+                tensor_headers(part)
+        except CheckpointError as error:
+            part.unlink()
+            fault = re.split("[:;] fetch", str(error).removeprefix(f"{part} "))[0]
+            raise CheckpointError(
+                f"{self._shown(name)} {fault}: correct the address (source.uri), or the file there"
+            ) from None
 
     def _of(self, name: str) -> httpx.URL:
         return self._address.copy_with(path=f"{self._address.path.rstrip('/')}/{name}")
