@@ -639,3 +639,32 @@ def test_a_promise_takes_time_and_pages_of_the_same_group(full: int) -> None:
     load = Load(margins=tuple(margins), free_pages=tuple(pages), total_pages=(4000, 4000))
     replica = estimate(load=load, kvp_min=2, kvp_max=2)
     assert not assess(replica, request(due_s=5.0, prompt_tokens=20_000), 0.0).fits
+
+
+@pytest.mark.parametrize("margins", [((), ()), ((),)])
+def test_found_pages_lie_in_a_group_that_may_have_no_other_pages_left(
+    margins: tuple[tuple[tuple[float, float], ...], ...],
+) -> None:
+    """The prompt is computed again in the other group, which takes 3 s for 0.1 s."""
+    load = Load(margins=margins, free_pages=(50, 4000), total_pages=(4000, 4000))
+    replica = estimate(load=load, kvp_min=2, kvp_max=2)
+    for due_s, fits in ((1.0, False), (8.0, True)):
+        turn = request(due_s, prompt_tokens=50_100)
+        assert assess(replica, turn, 0.0, cached_tokens=49_984).fits == fits
+    load = msgspec.structs.replace(load, free_pages=(1000, 1000))
+    replica.update(load, 0.0)
+    assert assess(replica, request(1.0, 50_100), 0.0, cached_tokens=49_984).fits
+
+
+@pytest.mark.parametrize("claimable", [0, 4000])
+def test_a_prompt_that_is_larger_than_a_group_takes_pages_of_several(claimable: int) -> None:
+    """A group has pages for 256,000 tokens, and time for more than the prompt's 400,000."""
+    pages = (4000,) if claimable else (4000, 4000)
+    load = Load(free_pages=pages, total_pages=pages, claimable_pages=claimable)
+    replica = estimate(load=load, kvp_min=1, kvp_max=2)
+    large = request(due_s=90.0, prompt_tokens=400_000)
+    option = assess(replica, large, 0.0)
+    assert replica.predictor.tokens_per_group > 400_000
+    assert option.roomy and option.fits and replica.most_together(large) == 1
+    replica.hold(large, option, 0.0, promised=True)
+    assert not assess(replica, large, 0.0).roomy

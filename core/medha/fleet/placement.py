@@ -26,7 +26,7 @@ from medha.fleet.offers import (
     PlacementOption,
     Rank,
 )
-from medha.fleet.replica_estimate import ReplicaEstimate, groups_needed
+from medha.fleet.replica_estimate import ReplicaEstimate
 from medha.tenants import SHORT_MEMORY_S
 
 ANSWER_TOKENS = 100
@@ -147,7 +147,7 @@ def outline(
     estimate.recount()
     tokens = request.prompt_tokens + request.max_output_tokens
     cached, load = min(cached_tokens, request.prompt_tokens - 1), estimate.load
-    groups = groups_needed(tokens, estimate.predictor)
+    groups = estimate.groups_needed(tokens)
     part = estimate.decode_part(request.due_s, spans=groups > 1)
     cost = _cost(estimate, request, cached, part, inflation, now)
     # Whether the promise holds is decided later; this only predicts what runs first.
@@ -210,17 +210,19 @@ def complete(
     room_s = min(rooms)
     needed, group = cost, ALL_GROUPS
     pages, free = outlined.pages, outlined.free_pages
-    if len(estimate.margins) > 1 and outlined.groups == 1:
-        # Routers do not know where cached pages are: in any group, or computed in the roomiest.
-        alone = _cost(estimate, request, 0, part, inflation, now) if cached else cost
-        if not cached or room_s < cost.cost_s:
-            rooms = _rooms(estimate, request, alone, answer, now) if cached else rooms
-            held = [estimate.free_in(index) for index in range(len(rooms))]
-            roomy = [index for index, left in enumerate(held) if left >= pages]
-            group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
-            room_s, needed, free = rooms[group], alone, min(free, held[group])
     # Pages that would be found may be cached ones, which count as free, too.
     taken = estimate.pages_of(outlined.tokens) if cached else pages
+    held = estimate.free_by_group() if outlined.groups == 1 else []
+    # Routers do not know where cached pages are: in any group, or computed in the roomiest.
+    if len(held) > 1 and not (cached and room_s >= cost.cost_s and taken <= min(held)):
+        if cached:
+            needed = _cost(estimate, request, 0, part, inflation, now)
+            rooms = _rooms(estimate, request, needed, answer, now)
+            room_s = min(rooms)
+        if len(rooms) > 1:
+            roomy = [index for index, left in enumerate(held) if left >= taken]
+            group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
+            room_s, free = rooms[group], min(free, held[group])
     fits = room_s >= needed.cost_s and taken <= free and decode_fits and not estimate.closed
     fits = fits and estimate.held_promises < estimate.load.free_places
     elsewhere = _elsewhere(estimate, group, _tpot_in_force_s(estimate, request)) if own_s else 0.0

@@ -312,6 +312,12 @@ class ReplicaEstimate:
         kept, size = self.kept, self.load.page_tokens
         return min(-(-tokens // size) - cached // size, kept.pages(tokens), self._most_pages)
 
+    def groups_needed(self, tokens: int) -> int:
+        """KVP groups that a sequence spans, by tokens and by pages."""
+        own = max(self.load.total_pages, default=0)
+        by_pages = -(-self.pages_of(tokens) // max(1, own))
+        return max(groups_needed(tokens, self.predictor), by_pages)
+
     def can_ever(self, request: PendingRequest) -> bool:
         """True if context limit, pages and groups of an empty replica could hold the request."""
         tokens = request.prompt_tokens + request.max_output_tokens
@@ -323,7 +329,7 @@ class ReplicaEstimate:
     def most_together(self, request: PendingRequest) -> int:
         """Return how many such requests run at the same time if the replica has no others."""
         tokens = request.prompt_tokens + request.max_output_tokens
-        groups, pages = groups_needed(tokens, self.predictor), self.pages_of(tokens)
+        groups, pages = self.groups_needed(tokens), self.pages_of(tokens)
         held = self.capacity_pages // max(1, pages)
         if groups <= 1:
             held = sum(max(0, own) // max(1, pages) for own in self.load.total_pages)
@@ -353,7 +359,7 @@ class ReplicaEstimate:
 
     def decode_s(self, request: PendingRequest) -> float:
         """Return the seconds that the decode of a request takes of a batch."""
-        groups = max(1, groups_needed(request.prompt_tokens, self.predictor))
+        groups = max(1, self.groups_needed(request.prompt_tokens))
         keys = -(-request.prompt_tokens // groups)
         return self.predictor.decode_s(keys, groups) / self.predictor.topology.spp
 
@@ -460,13 +466,14 @@ class ReplicaEstimate:
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
         return max(0.0, self.pending_s - self._beyond_s - late_s) / groups
 
-    def free_in(self, group: int) -> int:
-        """Free pages of one running group, which placed requests may all take."""
-        running = self._running_pages
-        if group >= len(running):
-            return 0
-        held = sum(held.pages for held in self._held.values() if held.group in (group, ALL_GROUPS))
-        return running[group] - held
+    def free_by_group(self) -> list[int]:
+        """Free pages of each running group, which placed requests may all take."""
+        free = [*self._running_pages, *[0] * (len(self.margins) - len(self._running_pages))]
+        for held in self._held.values():
+            for group in range(len(free)):
+                if held.group in (group, ALL_GROUPS):
+                    free[group] -= held.pages
+        return free
 
     def free_pages(self, groups: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
