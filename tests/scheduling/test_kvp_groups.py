@@ -391,3 +391,19 @@ def test_a_promise_goes_to_the_group_that_has_pages_for_it() -> None:
     (large,), (soon,) = (plan._state.by_id[name].assigned_groups for name in ("large", "soon"))
     plan.submit(request("next", 20 * size, within_s=2.5, promised=True), 0.0)
     assert large != soon and plan._state.by_id["next"].assigned_groups == (soon,)
+
+
+@pytest.mark.parametrize("reserved, reused", [(60, True), (75, False)])
+def test_a_promise_goes_to_its_cached_pages_if_no_other_prompt_has_reserved_them(
+    reserved: int, reused: bool
+) -> None:
+    plan = scheduler(topology(kvp=2, tokens_per_group=400_000), pages=100)
+    size, names = plan.page_tokens, [bytes([n] * 16) for n in range(30)]
+    driven = Driven(plan)
+    driven.submit([request("first", 30 * size)], hashes=names)
+    driven.run()
+    large = request("large", reserved * size, driven.now, within_s=900.0, promised=True)
+    plan.submit(large, driven.now)
+    turn = request("turn", 31 * size, driven.now, promised=True)
+    assert plan.submit(turn, driven.now, names).cached_tokens == (30 * size if reused else 0)
+    assert plan._state.by_id["turn"].started

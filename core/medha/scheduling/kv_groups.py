@@ -103,7 +103,7 @@ class KvGroups:
         def cost(group: int) -> tuple[float, float, int, int]:
             here, free = cached.get(group, 0), self.pool[group].available
             if room_s is not None and needed == 1:
-                lacks = pages - here // self.pool.page_tokens > free
+                lacks = pages > free and pages - self._held_pages(sequence, group) > free
                 return lacks, -room_s(group, here), -free, group
             own_s = (
                 self.queues.times.alongside_s(here, sequence.target_tokens, 0.0) if cached else 0.0
@@ -141,6 +141,12 @@ class KvGroups:
         for group, _ in self.find_cached(sequence, tuple(self.running))[1]:
             cached[group] = cached.get(group, 0) + size
         return cached
+
+    def _held_pages(self, sequence: Sequence, group: int) -> int:
+        """Count the sequence's cached pages in a group that others hold: they need no free page."""
+        own = self.pool[group]
+        _, pages = self.find_cached(sequence, tuple(self.running))
+        return sum([at == group and own.references(page) > 0 for at, page in pages])
 
     def update_shared(self, sequence: Sequence) -> None:
         """Update `shared` after the sequence's groups changed."""
