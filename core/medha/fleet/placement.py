@@ -212,16 +212,18 @@ def complete(
     pages, free = outlined.pages, outlined.free_pages
     # Pages that would be found may be cached ones, which count as free, too.
     taken = estimate.pages_of(outlined.tokens) if cached else pages
-    held = estimate.free_by_group() if outlined.groups == 1 else []
-    # Routers do not know where cached pages are: in any group, or computed in the roomiest.
-    if len(held) > 1 and not (cached and room_s >= cost.cost_s and taken <= min(held)):
-        if cached:
+    alone, lists = outlined.groups == 1, len(rooms)
+    if (cached and estimate.predictor.topology.kvp_max > 1) or (alone and lists > 1):
+        held = estimate.free_by_group()
+        # Routers do not know where cached pages are: in any groups, or they are computed again.
+        reuses = cached and room_s >= cost.cost_s and estimate.most_in_group(taken) <= min(held)
+        if cached and not reuses and (len(held) > 1 or not alone):
             needed = _cost(estimate, request, 0, part, inflation, now)
             rooms = _rooms(estimate, request, needed, answer, now)
             room_s = min(rooms)
-        if len(rooms) > 1:
+        if alone and lists > 1 and not reuses:
             roomy = [index for index, left in enumerate(held) if left >= taken]
-            group = max(roomy or range(len(rooms)), key=rooms.__getitem__)
+            group = max(roomy or range(lists), key=rooms.__getitem__)
             room_s, free = rooms[group], min(free, held[group])
     fits = room_s >= needed.cost_s and taken <= free and decode_fits and not estimate.closed
     fits = fits and estimate.held_promises < estimate.load.free_places

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator
 
 from medha.config import Scheduling
@@ -91,6 +92,7 @@ class ReplicaEstimate:
         self._capacities_s: dict[float, float] = {}  # by budget
         self._factors: dict[tuple[float, float], float] = {}  # of two budgets
         self._pages = 0
+        self._pages_by_group: Counter[int] = Counter()  # of them, for a group or all
         self._pending_s = 0.0
         self._beyond_s = 0.0  # of these, beyond the share of their tenants
         self.held_decode_s = 0.0
@@ -314,9 +316,17 @@ class ReplicaEstimate:
 
     def groups_needed(self, tokens: int) -> int:
         """KVP groups that a sequence spans, by tokens and by pages."""
+        if self.predictor.topology.kvp_max == 1:
+            return 1
         own = max(self.load.total_pages, default=0)
         by_pages = -(-self.pages_of(tokens) // max(1, own))
         return max(groups_needed(tokens, self.predictor), by_pages)
+
+    def most_in_group(self, pages: int) -> int:
+        """Return how many of the pages of a request lie in one group, at most."""
+        size = self.load.page_tokens
+        own = max(self.load.total_pages, default=0)
+        return min(pages, own, -(-self.predictor.tokens_per_group // size))
 
     def can_ever(self, request: PendingRequest) -> bool:
         """True if context limit, pages and groups of an empty replica could hold the request."""
@@ -410,6 +420,9 @@ class ReplicaEstimate:
             others = (held.elsewhere for held in promises if not self._is_in(held, group))
             margins.shorten(max(others, default=0.0), self.updated_s)
         self._pages = sum(held.pages for held in self._held.values())
+        self._pages_by_group.clear()
+        for held in self._held.values():
+            self._pages_by_group[held.group] += held.pages
         self._pending_s = sum(held.work_s for held in self._held.values())
         self._beyond_s = sum(held.work_s for held in self._held.values() if held.beyond_share)
         self.held_decode_s = sum(held.decode_s for held in self._held.values())
@@ -431,6 +444,7 @@ class ReplicaEstimate:
 
     def _count(self, held: Held, now: float) -> None:
         self._pages += held.pages
+        self._pages_by_group[held.group] += held.pages
         self._pending_s += held.work_s
         self._beyond_s += held.work_s if held.beyond_share else 0.0
         self.held_decode_s += held.decode_s
@@ -468,12 +482,11 @@ class ReplicaEstimate:
 
     def free_by_group(self) -> list[int]:
         """Free pages of each running group, which placed requests may all take."""
-        free = [*self._running_pages, *[0] * (len(self.margins) - len(self._running_pages))]
-        for held in self._held.values():
-            for group in range(len(free)):
-                if held.group in (group, ALL_GROUPS):
-                    free[group] -= held.pages
-        return free
+        held, running = self._pages_by_group, self._running_pages
+        return [
+            (running[group] if group < len(running) else 0) - held[group] - held[ALL_GROUPS]
+            for group in range(max(len(running), len(self.margins)))
+        ]
 
     def free_pages(self, groups: int) -> int:
         """Free pages of the roomiest group, or of all groups if the request spans several."""
