@@ -194,7 +194,7 @@ class SingleReplicaRouter:
             beyond_share=arriving.beyond_share,
         )
         offer = place(pending, [self._estimate], {}, now)
-        promised = offer is not None and offer.fits
+        promised = offer is not None and offer.fits and offer.firm
         if offer is not None:
             self._estimate.hold(pending, offer, now, promised)
             self._estimate.accepted(arriving.id)

@@ -504,3 +504,19 @@ def test_no_mix_of_prompts_and_deadlines_is_promised_more_than_its_room(
         longest_s = max(promised, default=0.0)
         assert short_s <= room_s + 1e-6
         assert sum(promised) - short_s <= max(room_s, 0.5 * room_s + longest_s) + 1e-6
+
+
+@pytest.mark.parametrize("slo_class", [STRICT, SOFT])
+@pytest.mark.parametrize("tokens", [200_000, 400_000])
+def test_what_needs_a_group_to_come_is_accepted_without_a_promise(
+    slo_class: SloClass, tokens: int
+) -> None:
+    """A group has pages for 256,000 tokens; a second one may never come."""
+    predictor = Predictor(A100, LLAMA_3_8B, Topology(tp=8, kvp_min=1, kvp_max=2))
+    replica = ReplicaEstimate("r0", predictor, max_context_tokens=2_000_000)
+    replica.update(Load(free_pages=(4000,), total_pages=(4000,), claimable_pages=4000), 0.0)
+    decision = ask([replica], 90.0, tokens, slo_class)
+    assert decision.option.fits and decision.promised == (tokens < 256_000)
+    assert not decision.beyond_share
+    replica.update(Load(free_pages=(4000, 4000), total_pages=(4000, 4000)), 0.0)
+    assert ask([replica], 90.0, tokens, slo_class).promised

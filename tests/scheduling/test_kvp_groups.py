@@ -164,7 +164,7 @@ def finish(plan: Scheduler, batch: Batch, now: float) -> None:
 def test_a_long_prompt_claims_groups_that_are_still_to_come() -> None:
     plan = scheduler(topology(kvp=1, kvp_max=4, tokens_per_group=6400), pages=100)
     driven = Driven(plan)
-    driven.submit([request("long", 20_000, within_s=30.0)])
+    driven.submit([request("long", 20_000, within_s=30.0, promised=True)])
     driven.run(until_s=0.05)
     assert plan.wanted_groups(0.05) == 4
     assert plan.load(0.05).claimable_pages < 300
@@ -180,6 +180,21 @@ def test_a_long_prompt_claims_groups_that_are_still_to_come() -> None:
     assert plan.wanted_groups(driven.now + 31.0) == 1
 
 
+@pytest.mark.parametrize("cold_start_s", [0.5, 6.0, 20.0])
+def test_a_prompt_waits_without_pages_for_the_groups_that_it_needs(cold_start_s: float) -> None:
+    """Short prompts find pages meanwhile; it starts when the groups come, or after some time."""
+    plan = scheduler(topology(kvp=1, kvp_max=4, tokens_per_group=6400), pages=100)
+    driven = Driven(plan)
+    short = [request(f"s{n}", 100, 0.1 * n, within_s=1.0) for n in range(100)]
+    driven.submit([request("long", 20_000, within_s=60.0), *short])
+    for group in (1, 2, 3):
+        driven.at(cold_start_s, lambda group=group: plan.group_joined(group, group + 1, driven.now))  # type: ignore[misc]
+    driven.run()
+    assert not driven.admitted["long"].promised
+    assert [s.id for s in short if not driven.in_time(s.id)] == [] and driven.in_time("long")
+    assert leftovers(plan) == {}
+
+
 def test_a_chunk_out_of_step_with_pages_still_ends_where_the_next_group_takes_over() -> None:
     plan = scheduler(topology(kvp=2, tokens_per_group=1000), page_tokens=64)
     plan.submit(request("long", 4000, within_s=30.0), 0.0)
@@ -193,7 +208,8 @@ def test_a_prefill_pauses_until_a_group_comes_and_fails_when_none_does() -> None
     settings = Scheduling(growth_timeout_s=5.0)
     plan = scheduler(topology(kvp=1, kvp_max=2, tokens_per_group=6400), settings, pages=100)
     driven = Driven(plan)
-    driven.submit([request("long", 10_000, within_s=30.0), request("b", 10, 1.0, within_s=1.0)])
+    long = request("long", 10_000, within_s=30.0, promised=True)
+    driven.submit([long, request("b", 10, 1.0, within_s=1.0)])
     driven.at(9.0, lambda: None)
     driven.run()
     # It held its pages until it failed, and others had to wait for them.

@@ -238,7 +238,7 @@ def admit(
     work_s = best.work_s * load.share
     wait_s = usage.wait_s(request.tenant, work_s, estimates, waiting_s, best.taken_s)
     if fits and not wait_s:
-        return AdmissionDecision(best, True)
+        return AdmissionDecision(best, best.firm)
     if slo_class.when_infeasible == "relegate":
         return AdmissionDecision(best, False, beyond_share=bool(wait_s) and usage.several)
     if fits:

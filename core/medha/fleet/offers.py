@@ -62,7 +62,8 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     `fits`: a promise for the deadline breaks no other promise. `earliest_s`: the earliest TTFT that
     could be promised, `needed_s` the same on an idle replica. `finish_s`: the expected time of the
     first token. `work_s`: prefill seconds after `cached_tokens`, `cost_s` as promises count them.
-    `decode_s`: what the decode takes of a batch.
+    `decode_s`: what the decode takes of a batch. `firm`: all its groups run, so that it may be
+    promised: one to come may not come.
     `roomy`: the pages of the request are free now. `group`: which list of margins in the Load a
     promise is counted in, or ALL_GROUPS. `clear_s`: of a long prompt, when the replica would have
     done it and all else that it has, or its deadline if that is sooner; 0 of a short one.
@@ -82,6 +83,7 @@ class PlacementOption(msgspec.Struct, frozen=True, kw_only=True):
     roomy: bool
     pages: int
     free_pages: int
+    firm: bool = True
     decode_s: float = 0.0
     group: int = ALL_GROUPS
     clear_s: float = 0.0

@@ -243,6 +243,7 @@ def complete(
             for alongside in _alongside(estimate, needed, answer, now)
         ),
         fits=fits,
+        firm=outlined.groups <= estimate.running_groups,
         roomy=pages <= free,
         pages=pages,
         free_pages=free,

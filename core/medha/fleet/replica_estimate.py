@@ -480,6 +480,11 @@ class ReplicaEstimate:
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)
         return max(0.0, self.pending_s - self._beyond_s - late_s) / groups
 
+    @property
+    def running_groups(self) -> int:
+        """KVP groups that run."""
+        return len(self._running_pages)
+
     def free_by_group(self) -> list[int]:
         """Free pages of each running group, which placed requests may all take."""
         held, running = self._pages_by_group, self._running_pages
