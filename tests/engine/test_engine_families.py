@@ -22,6 +22,7 @@ from tests.support.solo_engine import SoloEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from medha.checkpoints.checkpoint_files import held_tensors
 from medha.checkpoints.decoder_config import read_config
 from medha.checkpoints.families import ARCHITECTURES
 from medha.checkpoints.families import FAMILIES as KNOWN
@@ -506,7 +507,7 @@ def test_tensors_that_a_family_does_not_have_are_named(
         raw = json.loads((source / "config.json").read_text())
         raw = {key: value for key, value in raw.items() if key != "num_local_experts"} | change
         (folder / "config.json").write_text(json.dumps(raw | {"architectures": None}))
-        for check in (lambda at: check_tensors(at, read_config(at)), SoloEngine):
+        for check in (lambda at: check_tensors(at, held_tensors(at), read_config(at)), SoloEngine):
             with pytest.raises(CheckpointError, match=f"{re.escape(part)}.*does not imply"):
                 check(folder)
 
@@ -525,6 +526,6 @@ def test_tensors_that_change_nothing_may_be_there(
     held[f"model.layers.{layers}.input_layernorm.weight"] = torch.ones(4)
     held["v_head.summary.weight"] = torch.ones(1, 4)
     save_file(held, folder / "model.safetensors", {"format": "pt"})
-    check_tensors(folder, read_config(folder))
+    check_tensors(folder, held_tensors(folder), read_config(folder))
     actual = prefill(SoloEngine(folder), 1, tokens, 100)
     assert difference(actual, oracle(source, tokens)) < TOLERANCE

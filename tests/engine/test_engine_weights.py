@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.recalling_prompts import recalling
 
 from medha.batch import Batch, Chunk
+from medha.checkpoints.checkpoint_files import held_tensors
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
 from medha.checkpoints.tensor_names import HEAD, check_tensors, projections, vectors
 from medha.errors import CheckpointError, SpecError
@@ -230,7 +231,7 @@ def test_a_bad_file_is_named_in_one_line(
     assert str(folder) in message
     assert "\n" not in message
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        check_tensors(folder, config)
+        check_tensors(folder, held_tensors(folder), config)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -320,7 +321,7 @@ def test_the_tensors_that_are_checked_are_those_of_the_files(name: str, checkpoi
         held |= {tensor: tuple(value.shape) for tensor, value in load_file(file).items()}
     held.pop(HEAD, None)
     assert implied(model) == held
-    check_tensors(folder, model)
+    check_tensors(folder, held_tensors(folder), model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -352,7 +353,7 @@ def test_biases_are_checked_if_config_json_names_them(
         model = read_config(folder)
         named = f"has no tensor model.layers.0.{missed}.bias, which"
         with pytest.raises(CheckpointError, match=named):
-            check_tensors(folder, model)
+            check_tensors(folder, held_tensors(folder), model)
         with pytest.raises(CheckpointError, match=named):
             load(Checkpoint(folder), model, range(1), 0, 1, torch.float32)
 

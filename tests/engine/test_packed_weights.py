@@ -21,6 +21,7 @@ from tests.support.recalling_prompts import recalling
 from tests.support.solo_engine import SoloEngine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from medha.checkpoints.checkpoint_files import held_tensors
 from medha.checkpoints.decoder_config import DecoderConfig, read_config
 from medha.checkpoints.fit import check_packed, packed_bytes
 from medha.checkpoints.quantization import Quantization
@@ -130,13 +131,16 @@ def test_packed_weights_have_the_names_that_are_checked(
 ) -> None:
     folder = shutil.copytree(quantised(name, HALVED)[0], tmp_path / "packed")
     model = read_config(folder)
-    check_tensors(folder, model)
+    check_tensors(folder, held_tensors(folder), model)
     assert model.quantization is not None
     lost = "model.layers.0.self_attn.k_proj" + model.quantization.suffix
     held = load_file(folder / "model.safetensors")
     del held[lost]
     save_file(held, folder / "model.safetensors")
-    for check in (lambda: check_tensors(folder, model), lambda: loaded(folder)):
+    for check in (
+        lambda: check_tensors(folder, held_tensors(folder), model),
+        lambda: loaded(folder),
+    ):
         with pytest.raises(CheckpointError, match=f"has no tensor {lost}, which"):
             check()
 
@@ -158,7 +162,10 @@ def test_each_part_of_a_packed_weight_is_checked_before_loading(
         for changed in (held[part].to(torch.int64), None):
             others = {**held, part: changed}
             save_file({name: own for name, own in others.items() if own is not None}, file)
-            for check in (lambda: check_tensors(folder, model), lambda: loaded(folder)):
+            for check in (
+                lambda: check_tensors(folder, held_tensors(folder), model),
+                lambda: loaded(folder),
+            ):
                 with pytest.raises(CheckpointError, match=re.escape(part.removesuffix("_inv"))):
                     check()
 
@@ -516,7 +523,7 @@ def test_settings_that_are_not_in_config_json_are_named(
     with pytest.raises(CheckpointError, match=named):
         loaded(folder)
     with pytest.raises(CheckpointError, match=named):
-        check_tensors(folder, read_config(folder))
+        check_tensors(folder, held_tensors(folder), read_config(folder))
 
 
 def test_settings_of_another_checkpoint_do_not_keep_plain_weights_from_loading(

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from medha.checkpoints.checkpoint_files import (
-    FLOATS,
-    SINGLE,
-    HeldTensor,
-    TensorHeader,
-    check_weights,
-    file_of_each,
-)
+from medha.checkpoints.checkpoint_files import FLOATS, held_tensors
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.latent_attention import LatentAttention
 from medha.checkpoints.quantization import refuse_unnamed
@@ -38,7 +31,6 @@ from medha.checkpoints.tensor_names import (
     NORM,
     check_tensor,
     check_tensors,
-    missing,
     missing_head,
 )
 from medha.errors import CheckpointError
@@ -155,58 +147,39 @@ class Checkpoint:
     """The safetensors files of a folder, opened on first use."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        check_weights(folder)
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._held = held_tensors(folder)
+        self._open: dict[pathlib.Path, Any] = {}
         self._lock = threading.Lock()
-        self._file_of = self._read_index()
-
-    def _read_index(self) -> dict[str, str]:
-        indexed = file_of_each(self.folder)
-        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE) if indexed is None else indexed
-
-    def _handle(self, file: str) -> Any:
-        with self._lock:
-            if file not in self._open:
-                path = self.folder / file
-                try:
-                    self._open[file] = safe_open(path, framework="pt")
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(
-                        f"{path} is not a sound safetensors file ({error}): fetch it again"
-                    ) from None
-            return self._open[file]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._held
 
     def check(self, config: DecoderConfig) -> None:
         """Raise CheckpointError unless the files hold the tensors that `config` implies."""
-        check_tensors(self.folder, config)
+        check_tensors(self.folder, self._held, config)
 
     def slice(self, name: str, shape: Sequence[int] | None, types: Sequence[str] = FLOATS) -> Any:
         """Return a lazy slice of tensor `name`, which must have `shape` (None: any) and one of
         `types`."""
-        file, tensor = self._lazy(name)
-        header = TensorHeader(dtype=tensor.get_dtype(), shape=tuple(tensor.get_shape()))
-        check_tensor(self.folder, name, HeldTensor(self.folder / file, header), shape, types)
-        return tensor
+        check_tensor(self.folder, name, self._held.get(name), shape, types)
+        return self._handle(self._held[name].file).get_slice(name)
 
     def type_of(self, name: str) -> str:
-        """Return the type of tensor `name`, as safetensors spells it."""
-        return str(self._lazy(name)[1].get_dtype())
+        """Return the type of tensor `name`, as safetensors spells it; empty if it is in no file."""
+        header = self._held[name].header
+        return "" if header is None else header.dtype
 
-    def _lazy(self, name: str) -> tuple[str, Any]:
-        """Return the file of tensor `name`, and a lazy slice of it."""
-        file = self._file_of.get(name)
-        if file is None:
-            raise missing(self.folder, name)
-        try:
-            return file, self._handle(file).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.folder / file} lacks {name} ({error}); fetch the file and its index again"
-            ) from None
+    def _handle(self, path: pathlib.Path) -> Any:
+        with self._lock:
+            if path not in self._open:
+                try:
+                    self._open[path] = safe_open(path, framework="pt")
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(
+                        f"{path} is not a sound safetensors file ({error}): fetch it again"
+                    ) from None
+            return self._open[path]
 
 
 def load(

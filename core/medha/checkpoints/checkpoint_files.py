@@ -97,13 +97,9 @@ def check_tokenizer(folder: pathlib.Path) -> None:
             raise CheckpointError(f"{file} is incomplete ({error}): fetch it again") from None
 
 
-def check_weights(folder: pathlib.Path) -> None:
-    """Raise CheckpointError unless the weight files are there, whole and sound."""
-    _headers(folder, file_of_each(folder))
-
-
 def held_tensors(folder: pathlib.Path) -> dict[str, HeldTensor]:
-    """Return all tensors of a folder by name. Raises CheckpointError."""
+    """Return all tensors of a folder by name. Raises CheckpointError unless its weight files are
+    there, whole and sound."""
     indexed = file_of_each(folder)
     headers = _headers(folder, indexed)
     if indexed is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from medha.checkpoints.checkpoint_files import FLOATS, HeldTensor, held_tensors
+from medha.checkpoints.checkpoint_files import FLOATS, HeldTensor
 from medha.checkpoints.decoder_config import DecoderConfig
 from medha.checkpoints.quantization import fp8_scales, refuse_unnamed
 from medha.errors import CheckpointError
@@ -21,10 +21,11 @@ _OF_FURTHER_TOKENS = ".eh_proj."
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def check_tensors(folder: pathlib.Path, model: DecoderConfig) -> None:
+def check_tensors(
+    folder: pathlib.Path, held: Mapping[str, HeldTensor], model: DecoderConfig
+) -> None:
     """Raise CheckpointError for a tensor that ranks need, and which the files lack or hold in
     another shape or type. Ranks compare shapes of FP8 scales as they load them."""
-    held = held_tensors(folder)
     if not model.tied_embeddings and HEAD not in held:
         raise missing_head(folder)
     refuse_more(folder, held, model)

@@ -203,6 +203,7 @@ def admit(
 ) -> AdmissionDecision:
     """Promise, relegate, or raise Refusal.
 
+    What would fit if more of a replica's groups ran is accepted without a promise in any class.
     `cached`: prompt tokens in the prefix cache of each replica, by name. `age_s`: seconds since the
     request arrived; the earliest TTFT in a refusal counts from arrival. `waiting_s`: work of the
     tenant that waits without a promise; `others_wait`: whether some of others does.

@@ -203,15 +203,15 @@ class ReplicaEstimate:
         """Take over a Load, and what its pages mean.
 
         `kept`: the rule by which a context keeps pages. `capacity_pages`: pages of all groups,
-        running or claimable. `_most_pages`: those that a request can hold, of one group if the
-        window slides.
+        running or claimable; `_group_pages`: of one. `_most_pages`: those that a request can hold,
+        of one group if the window slides.
         """
         self.load, self.updated_s, self._most_tokens = load, now, None
         self._current_times = self._current_first = None
         self.kept = self.predictor.shape.kept_pages(load.page_tokens)
         self.capacity_pages = sum(max(0, pages) for pages in load.total_pages)
         self.capacity_pages += load.claimable_pages
-        own = max(load.total_pages, default=0)
+        self._group_pages = own = max(load.total_pages, default=0)
         self._most_pages = own if self.kept.window_tokens else self.capacity_pages
         self._running_pages = [pages for pages in load.free_pages if pages >= 0]
 
@@ -318,15 +318,13 @@ class ReplicaEstimate:
         """KVP groups that a sequence spans, by tokens and by pages."""
         if self.predictor.topology.kvp_max == 1:
             return 1
-        own = max(self.load.total_pages, default=0)
-        by_pages = -(-self.pages_of(tokens) // max(1, own))
+        by_pages = -(-self.pages_of(tokens) // max(1, self._group_pages))
         return max(groups_needed(tokens, self.predictor), by_pages)
 
     def most_in_group(self, pages: int) -> int:
         """Return how many of the pages of a request lie in one group, at most."""
         size = self.load.page_tokens
-        own = max(self.load.total_pages, default=0)
-        return min(pages, own, -(-self.predictor.tokens_per_group // size))
+        return min(pages, self._group_pages, -(-self.predictor.tokens_per_group // size))
 
     def can_ever(self, request: PendingRequest) -> bool:
         """True if context limit, pages and groups of an empty replica could hold the request."""
@@ -474,7 +472,7 @@ class ReplicaEstimate:
 
     def queue_s(self, beyond_share: bool) -> float:
         """Pending seconds of a group that can still be in time, as if all had the same."""
-        groups = max(1, len(self._running_pages))
+        groups = max(1, self.running_groups)
         if beyond_share:
             return max(0.0, self.pending_s) / groups
         late_s = sum(seconds for upto, seconds in self.load.pending_bands if upto <= 0.0)

@@ -15,7 +15,7 @@ from medha.adapters.transports import (
     rdma_ports,
     transports,
 )
-from medha.checkpoints.checkpoint_files import check_tokenizer, check_weights, digest_of
+from medha.checkpoints.checkpoint_files import check_tokenizer, digest_of, held_tensors
 from medha.checkpoints.decoder_config import DecoderConfig, read_config, read_generation_defaults
 from medha.checkpoints.fit import misfits, read_adapters
 from medha.checkpoints.tensor_names import check_tensors
@@ -75,9 +75,9 @@ def check_resource(resource: MedhaReplica, gpus: int, *, weights: bool = True) -
             check_tokenizer(folder)
         with faults.collect():
             if weights:
-                check_weights(folder)
+                held = held_tensors(folder)
                 if model is not None:
-                    check_tensors(folder, model)
+                    check_tensors(folder, held, model)
     faults.raise_all()
     return folder
 
